@@ -1,0 +1,1 @@
+"""Model shapes and recipes as JSON, read through `importlib.resources`."""

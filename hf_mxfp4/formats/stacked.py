@@ -1,0 +1,29 @@
+"""All experts of a projection in one pair of tensors, `_blocks` and `_scales`.
+
+    gpt-oss    blocks uint8 [E, N, K / 32, 16], the 16 bytes of a block apart; its gate and up rows interleaved
+    hf_mxfp4   blocks uint8 [E, N, K / 2], the canonical tensor itself; rows in the model class's own order
+    both       scales uint8 [E, N, K / 32]
+
+The bytes are the same, in the same order.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..mxfp4 import MXFP4Tensor, canonical
+from .base import Dialect
+
+GPT_OSS = Dialect("gpt-oss", "stacked", "_blocks", "_scales", 4)
+HF_MXFP4 = Dialect("hf_mxfp4", "stacked", "_blocks", "_scales", 3)
+
+
+def decode(blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
+    """Canonical tensors [E, N, K / 2] and [E, N, K / 32] from either dialect's, by view."""
+    return canonical(blocks, scales)
+
+
+def encode(tensor: MXFP4Tensor, dialect: Dialect) -> tuple[Tensor, Tensor]:
+    """The `_blocks` and `_scales` that `dialect` stores, by view."""
+    blocks, scales = tensor
+    return (blocks.view(*scales.shape, 16) if dialect.block_dims == 4 else blocks), scales

@@ -1,0 +1,150 @@
+"""MXFP4Config: what a user asks for, and what a saved folder says of itself.
+
+In memory the method is "hf_mxfp4". A saved folder carries the config of the layout that it is written in (`mxfp4` or
+`compressed-tensors`), so that other software reads it as it reads any such folder, with one key more, `hf_mxfp4`,
+that this software knows and others pass over.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .. import mxfp4
+from ..backends import BACKENDS
+from ..formats import DIALECTS, Dialect, per_expert, stacked
+
+METHOD = "hf_mxfp4"
+MARKER = "hf_mxfp4"
+SAVE_FORMATS = ("auto", *(row.name for row in DIALECTS))
+
+_STORED_OPTIONS = ("scale_rule", "ties", "modules_to_not_convert")
+
+
+class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformers has no type marker
+    """Keeps the experts of a MoE model in MXFP4.
+
+    Dense experts are quantized as they load; experts that a checkpoint holds in MXFP4, in any dialect of `formats`,
+    are kept byte for byte, whatever method the checkpoint's own config names.
+    """
+
+    def __init__(
+        self,
+        scale_rule: mxfp4.ScaleRule = "mse",
+        ties: mxfp4.Ties = "even",
+        modules_to_not_convert: list[str] | None = None,
+        dequantize: bool = False,
+        backend: str = "auto",
+        save_format: str = "auto",
+        requantize: bool = False,
+        **unknown: Any,
+    ) -> None:
+        """Checks and keeps the options.
+
+        Args:
+            scale_rule: how dense weights get their scales, see `mxfp4.quantize`.
+            ties: where weights halfway between two values go, see `mxfp4.quantize`.
+            modules_to_not_convert: names, prefixes or regular expressions of experts modules that stay dense.
+            dequantize: load packed experts as dense ones, into the model's stock classes.
+            backend: what runs packed experts, see `backends.choose`.
+            save_format: the layout that `save_pretrained` writes: "gpt-oss", "compressed-tensors", "hf_mxfp4", or
+                "auto": gpt-oss for gpt-oss models, compressed-tensors for models whose files hold one tensor an expert,
+                hf_mxfp4 for the rest.
+            requantize: load experts that a checkpoint holds in another low-bit format, which loses precision. No
+                such format is read by this version, so a checkpoint of one is refused either way.
+            unknown: anything else, refused.
+
+        Raises:
+            TypeError: an option that does not exist.
+            ValueError: an option's value that does not.
+        """
+        if unknown:
+            options = ", ".join(list(inspect.signature(MXFP4Config.__init__).parameters)[1:-1])
+            raise TypeError(f"MXFP4Config has no option {', '.join(map(repr, unknown))}; its options are {options}")
+        mxfp4.check_options(scale_rule, ties)
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend is {backend!r}; expected auto, {', '.join(BACKENDS)}")
+        if save_format not in SAVE_FORMATS:
+            raise ValueError(f"save_format is {save_format!r}; expected {', '.join(SAVE_FORMATS)}")
+        self.quant_method = METHOD
+        self.scale_rule = scale_rule
+        self.ties = ties
+        self.modules_to_not_convert = modules_to_not_convert
+        self.dequantize = dequantize
+        self.backend = backend
+        self.save_format = save_format
+        self.requantize = requantize
+        self._stored: dict[str, Any] | None = None
+        self._written: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config from a plain dictionary of options, as Transformers calls it."""
+        options = {key: value for key, value in config_dict.items() if key != "quant_method"}
+        return super().from_dict(options, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+    @classmethod
+    def from_stored(cls, stored: Mapping[str, Any]) -> MXFP4Config:
+        """The config for a checkpoint whose own `quantization_config` is `stored`, ours or another's."""
+        marker = stored.get(MARKER)
+        marker = marker if isinstance(marker, Mapping) else {}
+        config = cls(**{key: marker[key] for key in _STORED_OPTIONS if marker.get(key) is not None})
+        config._stored = dict(stored)
+        return config
+
+    def loading(self, stored: Mapping[str, Any]) -> MXFP4Config:
+        """This config for a checkpoint whose own `quantization_config` is `stored`.
+
+        What describes the checkpoint comes from it, what describes the load comes from here.
+        """
+        merged = copy.deepcopy(self)
+        described = MXFP4Config.from_stored(stored)
+        merged._stored = described._stored
+        if is_marked(stored):
+            merged.scale_rule, merged.ties = described.scale_rule, described.ties
+        if merged.modules_to_not_convert is None:
+            merged.modules_to_not_convert = described.modules_to_not_convert
+        return merged
+
+    @property
+    def stored_method(self) -> str | None:
+        """The method that the checkpoint's own config names, None for a checkpoint without one."""
+        return None if self._stored is None else str(self._stored.get("quant_method"))
+
+    def write_as(self, dialect: Dialect) -> None:
+        """From now on `to_dict` is the config of a folder written in `dialect`."""
+        marker = {"format": dialect.name, **{key: getattr(self, key) for key in _STORED_OPTIONS}}
+        if dialect == per_expert.COMPRESSED_TENSORS:
+            written = per_expert.config()
+        else:
+            written = {"quant_method": "mxfp4", "modules_to_not_convert": self.modules_to_not_convert}
+            if dialect == stacked.HF_MXFP4:
+                written["format"] = dialect.name
+        self._written = {**written, MARKER: marker}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into config.json after a load; before it, the method and the options."""
+        if self._written is not None:
+            return copy.deepcopy(self._written)
+        return copy.deepcopy({key: value for key, value in self.__dict__.items() if not key.startswith("_")})
+
+
+def is_marked(stored: Any) -> bool:
+    """Whether a checkpoint's `quantization_config` says that this software wrote it."""
+    return isinstance(stored, Mapping) and (MARKER in stored or stored.get("quant_method") == METHOD)
+
+
+def names_mxfp4(stored: Any) -> bool:
+    """Whether a checkpoint's `quantization_config` names MXFP4 weights, in this software's dialects."""
+    if not isinstance(stored, Mapping):
+        return False
+    if stored.get("quant_method") == "mxfp4":
+        return True
+    groups = stored.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    formats = [stored.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+    return stored.get("quant_method") == "compressed-tensors" and "mxfp4-pack-quantized" in formats

@@ -1,0 +1,294 @@
+"""MXFP4HfQuantizer: the hooks through which Transformers' `from_pretrained` makes and fills packed experts.
+
+Order of events in a load: the model is built on meta; `_process_model_before_weight_loading` looks at the checkpoint's
+headers and swaps experts modules; `update_weight_conversions` points the loader's conversions at packed parameters;
+the loader fills them; `_process_model_after_weight_loading` checks that nothing was left out and prepares saving.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from ..experts import MXFP4Experts, find_experts, projections
+from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
+from .config import MXFP4Config, names_mxfp4
+from .conversion import ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions
+
+logger = logging.get_logger(__name__)
+
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has no type marker
+    """Loads, quantizes and saves models whose experts are `MXFP4Experts`."""
+
+    requires_calibration = False
+    serialized_names = {proj: [f"{proj}_blocks", f"{proj}_scales"] for proj in _PROJECTIONS}
+
+    def __init__(self, quantization_config: MXFP4Config, **kwargs: Any) -> None:
+        """Takes a copy of the config, which is never changed; see `HfQuantizer` for the rest."""
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        self._task: Task | None = None
+        self._saving: list[WeightConverter] = []
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        checkpoint_files: list[str] | None = None,
+        use_kernels: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        config = self.quantization_config
+        tensors = read_headers(checkpoint_files or ())
+        dialect = detect(tensors)
+        if dialect is None and names_mxfp4(config._stored):
+            raise CheckpointError(
+                f"the checkpoint's config says {config.stored_method} with MXFP4 weights, but its files hold no packed"
+                " experts"
+            )
+        if dialect is None and config._stored is not None:
+            raise CheckpointError(
+                f"the checkpoint is quantized as {config.stored_method}, which this version does not load into MXFP4;"
+                " load a dense checkpoint, or this one without MXFP4Config"
+            )
+        self.pre_quantized = dialect is not None
+        dense = {
+            name: module
+            for name, module in find_experts(model)
+            if should_convert_module(name, config.modules_to_not_convert)
+        }
+        if not dense:
+            left_out = f" outside modules_to_not_convert = {config.modules_to_not_convert}"
+            raise ValueError(
+                f"{type(model).__name__} has no experts to keep in MXFP4"
+                + (left_out if config.modules_to_not_convert else "")
+            )
+        self._task = Task(dialect, config.dequantize, (config.scale_rule, config.ties), {}, set(), [])
+        if config.dequantize:
+            experts = dense
+        else:
+            self._refuse_kernels(model, dense, use_kernels)
+            experts = self._swap(model, dense, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
+        prefix = f"{model.base_model_prefix}."
+        for name, module in experts.items():
+            for proj in projections(dense[name]):
+                full = f"{name}.{proj}"
+                loaded = full if config.dequantize else f"{full}_blocks"
+                for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
+                    self._task.targets[alias] = (module, full)
+
+    def _swap(self, model: nn.Module, dense: dict[str, nn.Module], placeholder: torch.dtype | None) -> dict[str, nn.Module]:
+        """Puts packed modules in the place of dense ones.
+
+        While dense experts load, packed parameters stand on meta in the checkpoint's float dtype, `placeholder`: the
+        loader casts what it reads to the dtype of the parameter, and so reads experts as they are.
+        """
+        swapped: dict[str, nn.Module] = {}
+        for name, module in dense.items():
+            packed = MXFP4Experts(module, name=name, backend=self.quantization_config.backend)
+            if placeholder is not None:
+                for proj in packed.projection_names:
+                    for suffix in ("_blocks", "_scales"):
+                        stand_in = packed._parameters[proj + suffix].to(placeholder)
+                        packed.register_parameter(proj + suffix, nn.Parameter(stand_in, requires_grad=False))
+            model.set_submodule(name, packed)
+            swapped[name] = packed
+        return swapped
+
+    def _refuse_kernels(self, model: nn.Module, dense: dict[str, nn.Module], use_kernels: bool) -> None:
+        if not use_kernels:
+            return
+        for name in dense:
+            block = model.get_submodule(name.rpartition(".")[0])
+            if hasattr(type(block), "kernel_layer_name"):
+                raise ValueError(
+                    f"use_kernels=True replaces the forward of {type(block).__name__}, which reads dense experts;"
+                    " load with use_kernels=False to keep them in MXFP4"
+                )
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: nn.Module | None = None
+    ) -> list[WeightTransform]:
+        """Points the loader at packed parameters.
+
+        Args:
+            weight_conversions: the model's own.
+            model: not needed.
+
+        Returns:
+            Converters for packed projections before the model's own, which stay for experts that are not converted.
+        """
+        task = self._task
+        assert task is not None
+        names = {full for _, full in task.targets.values()}
+        originals = [
+            conversion
+            for conversion in weight_conversions
+            if isinstance(conversion, WeightConverter)
+            and any(full.endswith(conversion.target_patterns[0]) for full in names)
+        ]
+        ours: list[WeightTransform] = []
+        suffix = "" if task.dequantize else "_blocks"
+        if task.dialect is None or task.dialect.layout == "per expert":
+            ours = [self._per_expert(original, suffix) for original in originals if not task.dequantize or task.dialect]
+        if task.dialect is None or task.dialect.layout == "stacked":
+            ours += self._stacked(names, suffix) if not task.dequantize or task.dialect else []
+        self._prepare_saving(model, originals, names)
+        return ours + list(weight_conversions)
+
+    def _per_expert(self, original: WeightConverter, suffix: str) -> WeightConverter:
+        """The model's conversion of per-expert tensors, to packed projections and from dense or packed tensors.
+
+        The sources end in `$` so that they are not the model's own, which stay in use.
+        """
+        assert self._task is not None
+        dialect = self._task.dialect
+        stored = [".weight"] if dialect is None else [dialect.blocks, dialect.scales]
+        bases = [pattern.removesuffix(".weight") for pattern in original._original_source_patterns]
+        # Packed rows are output rows in every layout, so that what transposes dense weights has nothing to do.
+        operations = [op for op in original.operations if dialect is None or not isinstance(op, Transpose)]
+        converter = ExpertsConverter(
+            [f"{base}{ending}$" for ending in stored for base in bases],
+            [f"{original._original_target_patterns[0]}{suffix}"],
+            operations,
+            self._task,
+        )
+        converter.scope_prefix, converter.base_model_prefix = original.scope_prefix, original.base_model_prefix
+        return converter
+
+    def _stacked(self, names: set[str], suffix: str) -> list[WeightTransform]:
+        """Conversions of tensors that hold all experts already, dense or packed."""
+        assert self._task is not None
+        dialect = self._task.dialect
+        leaves = sorted({".".join(name.split(".")[-2:]) for name in names})
+        stored = [""] if dialect is None else [dialect.blocks, dialect.scales]
+        return [
+            ExpertsConverter([f"{leaf}{ending}$" for ending in stored], [leaf + suffix], [KeepStack()], self._task)
+            for leaf in leaves
+        ]
+
+    def _prepare_saving(self, model: nn.Module | None, originals: list[WeightConverter], names: set[str]) -> None:
+        """Chooses the layout that a save of this model is in, and the conversions that make it."""
+        config = self.quantization_config
+        per_expert_names = bool(originals) and all(
+            pattern.endswith(".weight") and "*" in pattern
+            for original in originals
+            for pattern in original._original_source_patterns
+        )
+        dialect = _save_dialect(config.save_format, per_expert_names, getattr(model, "config", None))
+        if dialect == per_expert.COMPRESSED_TENSORS:
+            self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
+        elif dialect == stacked.GPT_OSS:
+            leaves = sorted({".".join(name.split(".")[-2:]) + "_blocks" for name in names})
+            self._saving = [WeightConverter([leaf], [leaf], [StackedLayout(dialect, encode=False)]) for leaf in leaves]
+        config.write_as(dialect)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        task, config = self._task, self.quantization_config
+        assert task is not None
+        self._check_filled(task)
+        if config.dequantize:
+            self.remove_quantization_config(model)
+        else:
+            # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
+            used = [c for c in getattr(model, "_weight_conversions", []) if not isinstance(c, ExpertsConverter)]
+            model._weight_conversions = used + self._saving
+            module = next(module for module, _ in task.targets.values())
+            device = next(module.parameters()).device.type
+            choice = module.backend_choice("cpu" if device == "meta" else device)
+            logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
+        self._task = None
+
+    def _check_filled(self, task: Task) -> None:
+        """Raises unless every parameter of the experts came from the checkpoint."""
+        if task.dequantize and task.dialect is None:
+            return
+        expected = {full for _, full in task.targets.values()}
+        if not task.dequantize:
+            expected = {full + suffix for full in expected for suffix in ("_blocks", "_scales")}
+        lost = sorted(expected - task.filled)
+        report = task.reports[0] if task.reports else None
+        if report is not None:
+            owners = {full.rpartition(".")[0] for _, full in task.targets.values()}
+            lost += sorted(key for key in report.missing_keys if key.rpartition(".")[0] in owners and key not in lost)
+        if not lost:
+            return
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        unused = sorted(report.unexpected_keys)[:4] if report is not None else []
+        hint = f"; the checkpoint holds tensors that fit nothing, such as {', '.join(unused)}" if unused else ""
+        raise CheckpointError(f"missing from the checkpoint: {', '.join(lost[:4])}{more}{hint}")
+
+    def get_weight_conversions(self) -> list[WeightTransform]:
+        """None beside those of `update_weight_conversions`."""
+        return []
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Packed bytes and scale bytes are read as they are: a cast of float8_e8m0fnu would be one of values."""
+        return None if isinstance(converter, ExpertsConverter) else super().get_new_dtype(converter, param, dtype)
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
+        """Bytes an element, for device maps: one for packed parameters, whatever stands in for them on meta."""
+        module, _, name = param_name.rpartition(".")
+        if name.endswith(("_blocks", "_scales")) and isinstance(model.get_submodule(module), MXFP4Experts):
+            return 1
+        return float(super().param_element_size(model, param_name, param))
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        if isinstance(dtype, str):  # what `config.dtype` is after a save
+            dtype = getattr(torch, dtype)
+        for name, module in list(find_experts(model)):
+            if isinstance(module, MXFP4Experts):
+                model.set_submodule(name, module.dequantize(dtype))
+        return model
+
+    def remove_quantization_config(self, model: nn.Module) -> None:
+        """Leaves a stock model, which saves under the names of its source."""
+        model.__dict__.setdefault("_weight_conversions", None)
+        super().remove_quantization_config(model)
+        model.__dict__.pop("_weight_conversions", None)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Yes: `save_pretrained` writes packed experts."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Yes: gradients pass through packed experts, to adapters and the rest of the model."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Yes: the forward is made of ops that torch.compile knows."""
+        return True
+
+
+def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:
+    """The narrowest dtype that holds everything a checkpoint holds."""
+    widest = torch.bfloat16 if not dtypes else _TORCH_DTYPES[sorted(dtypes)[0]]
+    for name in dtypes:
+        widest = torch.promote_types(widest, _TORCH_DTYPES[name])
+    return torch.float32 if widest is torch.float64 else widest
+
+
+def _save_dialect(asked: str, per_expert_names: bool, model_config: Any) -> Dialect:
+    """The layout to save in: what was asked for, or what other readers of such a model expect."""
+    rows = {row.name: row for row in (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)}
+    if asked == "compressed-tensors" and not per_expert_names:
+        raise ValueError(
+            "save_format='compressed-tensors' stores a tensor an expert, and this model's files do not;"
+            " use save_format='hf_mxfp4'"
+        )
+    if asked != "auto":
+        return rows[asked]
+    if getattr(model_config, "model_type", None) == "gpt_oss":
+        return stacked.GPT_OSS
+    return per_expert.COMPRESSED_TENSORS if per_expert_names else stacked.HF_MXFP4

@@ -1,0 +1,89 @@
+"""How Transformers' loader comes to this quantizer: the registered method, and two wrapped functions.
+
+`AutoHfQuantizer.merge_quantization_configs` and `supports_quant_method` are wrapped once, at import. The wrappers act
+for three kinds of load and hand every other one on unchanged: the caller passes an MXFP4Config; the checkpoint carries
+this software's marker and the caller passes nothing; or, after `enable()`, the checkpoint's config names MXFP4 and the
+caller passes nothing. The checkpoint's own config class is never built, since some need packages of their own.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from transformers.quantizers import auto
+
+from .config import METHOD, MXFP4Config, is_marked, names_mxfp4
+from .hf_quantizer import MXFP4HfQuantizer
+
+
+class _Takeover:
+    """Whether plain loads of MXFP4 checkpoints are taken over."""
+
+    enabled = False
+
+
+_takeover = _Takeover()
+
+
+class Enabled:
+    """What `enable` returns: as a context manager it puts back what was before."""
+
+    def __init__(self, before: bool) -> None:
+        """Keeps what was before."""
+        self._before = before
+
+    def __enter__(self) -> Enabled:
+        """Nothing more: `enable` has already acted."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Puts back what was before `enable`."""
+        _takeover.enabled = self._before
+
+
+def enable() -> Enabled:
+    """From now on, plain `from_pretrained` of a checkpoint whose config names MXFP4 experts loads them packed.
+
+    Returns:
+        A context manager, for those who want it for a block of code only.
+    """
+    before, _takeover.enabled = _takeover.enabled, True
+    return Enabled(before)
+
+
+def disable() -> None:
+    """Takes `enable` back. Folders that this software saved still load packed, and so do loads with an MXFP4Config."""
+    _takeover.enabled = False
+
+
+def install() -> None:
+    """Registers the method and wraps the two functions, once a process."""
+    auto.AUTO_QUANTIZER_MAPPING[METHOD] = MXFP4HfQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MXFP4Config
+    loader = auto.AutoHfQuantizer
+    if getattr(loader.merge_quantization_configs, "_is_hf_mxfp4", False):
+        return
+    stock_merge = loader.merge_quantization_configs
+    stock_supports = loader.supports_quant_method
+
+    def merge_quantization_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored, asked = quantization_config, quantization_config_from_args
+        if isinstance(stored, MXFP4Config):
+            stored = stored.to_dict()
+        if isinstance(asked, dict) and asked.get("quant_method") == METHOD:
+            asked = MXFP4Config.from_dict(asked)
+        if isinstance(asked, MXFP4Config):
+            return asked.loading(stored if isinstance(stored, dict) else stored.to_dict())
+        if asked is None and (is_marked(stored) or (_takeover.enabled and names_mxfp4(stored))):
+            return MXFP4Config.from_stored(stored)
+        return stock_merge(stored, quantization_config_from_args)
+
+    def supports_quant_method(quantization_config_dict: Any) -> bool:
+        if isinstance(quantization_config_dict, MXFP4Config) or is_marked(quantization_config_dict):
+            return True
+        return bool(stock_supports(quantization_config_dict))
+
+    merge_quantization_configs._is_hf_mxfp4 = True  # type: ignore[attr-defined]
+    loader.merge_quantization_configs = classmethod(merge_quantization_configs)
+    loader.supports_quant_method = staticmethod(supports_quant_method)
