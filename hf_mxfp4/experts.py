@@ -2,14 +2,14 @@
 
 E experts, T tokens, k experts a token, H hidden size, I intermediate size. A Transformers experts class holds
 `gate_up_proj` (or `up_proj` where it has no gate) and `down_proj`, 3-D, as [E, out, in], or [E, in, out] where it says
-`is_transposed`. Packed, each becomes `{proj}_blocks` uint8 [E, out, in / 2] and `{proj}_scales` uint8 [E, out, in / 32],
-rows in the class's own order, so that the class's own activation works on what comes out.
+`is_transposed`. Packed, each becomes `{proj}_blocks` uint8 [E, out, in / 2] and `{proj}_scales` uint8
+[E, out, in / 32], rows in the class's own order, so that the class's own activation works on what comes out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,15 @@ class MXFP4Experts(nn.Module):
     gradient and casts leave them alone. Gradients reach the hidden states, the routing weights and any bias.
     """
 
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: nn.Module
+    post_expert_norm: nn.Module
+    dense_class: Any
+    """The Transformers class that this module stands for."""
+
     def __init__(self, experts: nn.Module, *, name: str = "experts", backend: str = "auto") -> None:
         """Takes the place of `experts`: its attributes, child modules and other parameters, with room for packed ones.
 
@@ -85,7 +94,12 @@ class MXFP4Experts(nn.Module):
 
     @classmethod
     def from_dense(
-        cls, experts: nn.Module, scale_rule: mxfp4.ScaleRule = "mse", ties: mxfp4.Ties = "even", *, backend: str = "auto"
+        cls,
+        experts: nn.Module,
+        scale_rule: mxfp4.ScaleRule = "mse",
+        ties: mxfp4.Ties = "even",
+        *,
+        backend: str = "auto",
     ) -> MXFP4Experts:
         """Quantizes a Transformers experts module, one expert at a time. The module itself is left as it is.
 
@@ -117,11 +131,11 @@ class MXFP4Experts(nn.Module):
 
     def packed(self, proj: str) -> mxfp4.MXFP4Tensor:
         """The packed bytes of a projection: `blocks` uint8 [E, out, in / 2], `scales` uint8 [E, out, in / 32]."""
-        return mxfp4.MXFP4Tensor(self._parameters[f"{proj}_blocks"].data, self._parameters[f"{proj}_scales"].data)
+        return mxfp4.MXFP4Tensor(self.get_parameter(f"{proj}_blocks").data, self.get_parameter(f"{proj}_scales").data)
 
     def dense_shape(self, proj: str) -> tuple[int, int, int]:
         """The shape of a projection in the class that this module stands for."""
-        experts, rows, half = self._parameters[f"{proj}_blocks"].shape
+        experts, rows, half = self.get_parameter(f"{proj}_blocks").shape
         return (experts, 2 * half, rows) if self.is_transposed else (experts, rows, 2 * half)
 
     def backend_choice(self, device_type: str) -> Choice:
@@ -183,10 +197,8 @@ class MXFP4Experts(nn.Module):
         return f"{self.dense_class.__name__}, {shapes}, backend={self.requested_backend}"
 
     def _linear(self, x: Tensor, proj: str, slots: routing.Plan) -> Tensor:
-        blocks, scales = self._parameters[f"{proj}_blocks"], self._parameters[f"{proj}_scales"]
-        out = ops.grouped_linear(
-            x, blocks, scales, slots.offsets, backend=self.backend_choice(x.device.type).name
-        )
+        blocks, scales = self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales")
+        out = ops.grouped_linear(x, blocks, scales, slots.offsets, backend=self.backend_choice(x.device.type).name)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:
             out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_experts - 1)]
@@ -201,7 +213,7 @@ class MXFP4Experts(nn.Module):
         if proj not in self.projection_names:
             raise AttributeError(f"{type(self).__name__} for {self.dense_class.__name__} has no {proj}")
         stand_in = nn.Parameter(torch.empty(self.dense_shape(proj), dtype=self.dense_dtype, device="meta"))
-        stand_in._is_hf_initialized = True
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that Transformers looks at
         return stand_in
 
     gate_up_proj = property(lambda self: self._dense_stand_in("gate_up_proj"))

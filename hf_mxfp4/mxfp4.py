@@ -111,7 +111,9 @@ def check_options(scale_rule: str, ties: str) -> None:
         raise ValueError(f"ties is {ties!r}; expected one of {', '.join(TIES)}")
 
 
-def quantize(weight: Tensor, scale_rule: ScaleRule = "mse", ties: Ties = "even", *, name: str = "weight") -> MXFP4Tensor:
+def quantize(
+    weight: Tensor, scale_rule: ScaleRule = "mse", ties: Ties = "even", *, name: str = "weight"
+) -> MXFP4Tensor:
     """Rounds a weight to MXFP4, one E8M0 scale per 32 weights of a row.
 
     With 2^n the binade of a block's largest magnitude (2^n <= largest < 2^(n+1)), `floor` takes the scale 2^(n-2) of
@@ -182,7 +184,9 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
     return values.view(*blocks.shape[:-1], 2 * blocks.shape[-1]).to(dtype)
 
 
-def _quantize_into(weight: Tensor, out: MXFP4Tensor, rules: tuple[str, str], label: tuple[str, tuple[int, ...]]) -> None:
+def _quantize_into(
+    weight: Tensor, out: MXFP4Tensor, rules: tuple[str, str], label: tuple[str, tuple[int, ...]]
+) -> None:
     """Quantizes `weight` [..., K] into `out`, a chunk of rows at a time. `label` names it and its place in errors."""
     width = weight.shape[-1]
     if weight.numel() == 0:
@@ -236,7 +240,7 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 
 def _round_to_codes(scaled: Tensor, ties: str) -> Tensor:
-    """The nearest E2M1 code of each value, uint8, saturating: how many midpoints the magnitude has passed, and the sign."""
+    """The nearest E2M1 code of each value, uint8, saturating: midpoints that the magnitude has passed, and the sign."""
     magnitude = scaled.abs()
     codes = torch.signbit(scaled).view(torch.uint8) << 3
     for midpoint, to_even in _MIDPOINTS:

@@ -97,9 +97,12 @@ class PackedReport:
             line += [f"{row.bytes / 1e6:.3f}", f"{row.bits_per_weight:.2f}"]
             lines.append(line + ([f"{row.error:.1e}" if row.error is not None else "-"] if checked else []))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
         reasons = {f"{row.backend}: {row.reason}; sums in {row.accumulator}" for row in self.rows}
-        total = f"{self.weights:,} expert weights in {self.bytes / 1e6:.3f} MB, {8 * self.bytes / self.weights:.2f} bits each"
+        bits = 8 * self.bytes / self.weights
+        total = f"{self.weights:,} expert weights in {self.bytes / 1e6:.3f} MB, {bits:.2f} bits each"
         return "\n".join([*table, total, *sorted(reasons)])
 
 
@@ -132,7 +135,11 @@ def assert_packed(model: nn.Module) -> None:
     report = packed_report(model)
     if not report.rows:
         raise NotPackedError(f"{type(model).__name__} has no experts")
-    dense = [f"{row.name} ({row.conversion}, {row.bits_per_weight:.0f} bits a weight)" for row in report.rows if not row.packed]
+    dense = [
+        f"{row.name} ({row.conversion}, {row.bits_per_weight:.0f} bits a weight)"
+        for row in report.rows
+        if not row.packed
+    ]
     if dense:
         raise NotPackedError(f"{len(dense)} of {len(report.rows)} experts modules are not packed: {', '.join(dense)}")
 
@@ -198,7 +205,7 @@ def _backend_error(module: MXFP4Experts) -> float:
 
 def _expert_output(module: MXFP4Experts, expert: int, token: Tensor) -> Tensor:
     """One expert on one token in float64 on the CPU, with the module's own activation: [H]."""
-    value = token
+    value: Tensor = token
     for i, proj in enumerate(module.projection_names):
         blocks, scales = (part[expert].cpu() for part in module.packed(proj))
         value = _decode_bitwise(blocks, scales) @ value

@@ -43,7 +43,9 @@ def choose(requested: str, device_type: str) -> Choice:
     variable = os.environ.get(BACKEND_VARIABLE, "")
     name, source = (variable, BACKEND_VARIABLE) if variable else (requested, "backend")
     if name == "auto":
-        return Choice("reference", f"plain torch on {device_type}: {unavailable('cpu' if device_type == 'cpu' else 'triton')}")
+        return Choice(
+            "reference", f"plain torch on {device_type}: {unavailable('cpu' if device_type == 'cpu' else 'triton')}"
+        )
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}; expected auto, {', '.join(BACKENDS)}")
     if (why := unavailable(name)) is not None:

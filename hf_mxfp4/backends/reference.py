@@ -6,6 +6,8 @@ features, K input features, S rows sorted by expert.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
     bounds = offsets.tolist()
     out = x.new_empty(x.shape[0], width)
     out[bounds[-1] :].zero_()
-    for expert, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
         if start < stop:
             weight = dequantize(blocks[expert].to(x.device), scales[expert].to(x.device), x.dtype)
             torch.mm(x[start:stop], weight if transpose else weight.t(), out=out[start:stop])

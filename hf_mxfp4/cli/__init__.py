@@ -1,2 +1,40 @@
-def main():
-    pass
+"""The command line, `hf-mxfp4`: one module a command, each with `add_arguments` and `run`.
+
+Exit status: 0, all well; 1, a check failed; 2, bad input, with one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import demo, doctor
+
+COMMANDS = {"demo": demo, "doctor": doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: without the program's name; by default the process's own.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="hf-mxfp4", description="Packed MXFP4 experts for Transformers models.")
+    parser.add_argument("--version", action="version", version=f"hf_mxfp4 {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    options = parser.parse_args(arguments)
+    try:
+        status: int = COMMANDS[options.command].run(options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        print(f"hf-mxfp4 {options.command}: {reason}", file=sys.stderr)
+        return 2
+    return status

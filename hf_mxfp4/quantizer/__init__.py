@@ -1,4 +1,4 @@
-"""All contact with Transformers: the config, the HfQuantizer, the conversions, and the way in. Importing installs it."""
+"""All contact with Transformers: config, HfQuantizer, conversions, and the way in, which importing installs."""
 
 from .config import MXFP4Config
 from .hf_quantizer import MXFP4HfQuantizer

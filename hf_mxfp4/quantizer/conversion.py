@@ -23,24 +23,20 @@ from ..formats import CheckpointError, Dialect, stacked
 STREAMED_OPS = (MergeModulelist, Concatenate, Transpose)
 """The ops of a model's own conversion that may run on one expert at a time."""
 
-_STATED_DTYPE = "torch."
-
 
 class Task(NamedTuple):
     """What the converters of one load share.
 
     Attributes:
         dialect: how the checkpoint holds packed experts; None if it holds dense ones.
-        dequantize: make dense projections.
         rules: scale rule and ties, for dense experts.
-        targets: what each converter may fill, by every name that the loader may use for it: the module and the
-            full name of its projection.
+        targets: what the converters may fill, by every name that the loader may use for it: the module and the full
+            name of its projection. An `MXFP4Experts` is filled packed, a dense module is filled with decoded weights.
         filled: names of parameters that have been filled.
         reports: the loader's running report, once there is one.
     """
 
     dialect: Dialect | None
-    dequantize: bool
     rules: tuple[mxfp4.ScaleRule, mxfp4.Ties]
     targets: dict[str, tuple[nn.Module, str]]
     filled: set[str]
@@ -105,10 +101,9 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         Raises:
             CheckpointError: experts or scales that are missing, or of a shape that does not fit the model.
         """
-        if not self.task.reports:
-            self.task.reports.append(loading_info)
+        self.task.reports[:] = [loading_info]
         module, name = self.task.targets[layer_name]
-        collected, self.collected_tensors = self.collected_tensors, {}
+        collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
         filled = self._fill(module, name, collected, extra)
         self.task.filled.update(filled)
@@ -120,7 +115,8 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         count, *matrix = _canonical_shape(module, name)
         self._check_complete(name, count, collected)
         dtypes: list[str] = []
-        if self.task.dialect is not None and self.task.dialect.layout == "stacked" and not self.task.dequantize:
+        keep = isinstance(module, MXFP4Experts)
+        if self.task.dialect is not None and self.task.dialect.layout == "stacked" and keep:
             blocks, scales = (_read(collected.pop(pattern)[0]) for pattern in self.source_patterns)
             dtypes = [_dtype_name(blocks), _dtype_name(scales)]
             packed = stacked.decode(blocks, scales)
@@ -132,13 +128,15 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
                 dtypes = [_dtype_name(part) for part in parts]
             tensor = self._canonical(module, f"{name}, expert {e}", parts)
             _check_shape(tensor.blocks, (matrix[0], matrix[1] // 2), f"{name}, expert {e}")
-            if self.task.dequantize:
+            if keep:
+                out = (
+                    mxfp4.MXFP4Tensor(*(part.new_empty(count, *part.shape) for part in tensor)) if out is None else out
+                )
+                out.blocks[e], out.scales[e] = tensor
+            else:
                 out = self._dense_stack(module, name, tensor) if out is None else out
                 (out[e].mT if module.is_transposed else out[e]).copy_(tensor.dequantize(out.dtype))
-            else:
-                out = mxfp4.MXFP4Tensor(*(part.new_empty(count, *part.shape) for part in tensor)) if out is None else out
-                out.blocks[e], out.scales[e] = tensor
-        return {name: out} if self.task.dequantize else self._packed(module, name, out, dtypes)
+        return self._packed(module, name, out, dtypes) if keep else {name: out}
 
     def _check_complete(self, name: str, count: int, collected: dict[str, list[Any]]) -> None:
         """Every source has as many tensors as there are experts (one, if they are stacked)."""
@@ -189,8 +187,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     def _run(self, tensors: dict[str, Any], patterns: list[str], extra: dict[str, Any]) -> Tensor:
         for op in self.operations:
             tensors = op.convert(tensors, source_patterns=patterns, target_patterns=self.target_patterns, **extra)
-        stack = next(iter(tensors.values()))
-        return stack[0] if isinstance(stack, list) else stack
+        return _first(tensors)
 
     def _canonical(self, module: nn.Module, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
         if len(parts) == 2:
@@ -199,9 +196,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         mxfp4.check_width(matrix.shape, name)
         return mxfp4.quantize(matrix, *self.task.rules, name=name)
 
-    def _packed(
-        self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: list[str]
-    ) -> dict[str, Tensor]:
+    def _packed(self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: list[str]) -> dict[str, Tensor]:
         if isinstance(module, MXFP4Experts):
             module.source = self._source(dtypes)
         proj = name.rpartition(".")[2]
@@ -226,6 +221,22 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         return torch.empty(parameter.shape, dtype=parameter.dtype, device=tensor.blocks.device)
 
 
+class DecodeLinear(ConversionOps):  # type: ignore[misc]
+    """Decodes a linear layer that is packed in the checkpoint and not one of the experts."""
+
+    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any) -> dict[str, Tensor]:
+        """The dense weight [N, K] in the parameter's dtype, from its codes and scales.
+
+        Raises:
+            CheckpointError: codes without scales, or the reverse.
+        """
+        name = kwargs["full_layer_name"]
+        if len(input_dict) != len(source_patterns):
+            raise CheckpointError(f"{name}: the checkpoint has {', '.join(input_dict)} without its other half")
+        packed, scale = (_first({pattern: input_dict[pattern]}) for pattern in source_patterns)
+        return {name: mxfp4.dequantize(packed, scale, kwargs["model"].get_parameter(name).dtype)}
+
+
 class StackedLayout(ConversionOps):  # type: ignore[misc]
     """Between canonical `_blocks` and those of a stacked dialect, for saving."""
 
@@ -238,8 +249,7 @@ class StackedLayout(ConversionOps):  # type: ignore[misc]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         """The one tensor of codes, in the other shape."""
-        tensor = next(iter(input_dict.values()))
-        blocks = tensor[0] if isinstance(tensor, list) else tensor
+        blocks = _first(input_dict)
         if self.encode:
             groups = blocks.shape[-1] // 16
             scales = blocks.new_empty(*blocks.shape[:-1], groups, device="meta")
@@ -288,8 +298,15 @@ def _read(item: Future[Tensor] | Callable[[], Tensor] | Tensor) -> Tensor:
     return item.result() if isinstance(item, Future) else item()
 
 
+def _first(tensors: dict[str, Any]) -> Tensor:
+    """The first tensor of a dictionary of tensors or lists of them."""
+    value = next(iter(tensors.values()))
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
 def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix(_STATED_DTYPE)
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:

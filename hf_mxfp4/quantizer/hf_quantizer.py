@@ -8,7 +8,7 @@ the loader fills them; `_process_model_after_weight_loading` checks that nothing
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..experts import MXFP4Experts, find_experts, projections
 from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
 from .config import MXFP4Config, names_mxfp4
-from .conversion import ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions
+from .conversion import DecodeLinear, ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions
 
 logger = logging.get_logger(__name__)
 
@@ -32,7 +32,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     """Loads, quantizes and saves models whose experts are `MXFP4Experts`."""
 
     requires_calibration = False
-    serialized_names = {proj: [f"{proj}_blocks", f"{proj}_scales"] for proj in _PROJECTIONS}
+    serialized_names: ClassVar[dict[str, list[str]]] = {
+        proj: [f"{proj}_blocks", f"{proj}_scales"] for proj in _PROJECTIONS
+    }
 
     def __init__(self, quantization_config: MXFP4Config, **kwargs: Any) -> None:
         """Takes a copy of the config, which is never changed; see `HfQuantizer` for the rest."""
@@ -61,32 +63,28 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 " load a dense checkpoint, or this one without MXFP4Config"
             )
         self.pre_quantized = dialect is not None
-        dense = {
-            name: module
-            for name, module in find_experts(model)
-            if should_convert_module(name, config.modules_to_not_convert)
-        }
-        if not dense:
-            left_out = f" outside modules_to_not_convert = {config.modules_to_not_convert}"
-            raise ValueError(
-                f"{type(model).__name__} has no experts to keep in MXFP4"
-                + (left_out if config.modules_to_not_convert else "")
-            )
-        self._task = Task(dialect, config.dequantize, (config.scale_rule, config.ties), {}, set(), [])
-        if config.dequantize:
-            experts = dense
-        else:
-            self._refuse_kernels(model, dense, use_kernels)
-            experts = self._swap(model, dense, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
+        experts = dict(find_experts(model))
+        skip = config.modules_to_not_convert
+        converted = {} if config.dequantize else {n: m for n, m in experts.items() if should_convert_module(n, skip)}
+        if not experts or not (converted or config.dequantize):
+            left_out = f" outside modules_to_not_convert = {skip}" if experts else ""
+            raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{left_out}")
+        self._refuse_kernels(model, converted, use_kernels)
+        self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
         prefix = f"{model.base_model_prefix}."
-        for name, module in experts.items():
-            for proj in projections(dense[name]):
+        packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
+        for name, module in {**experts, **packed}.items():
+            if name not in packed and dialect is None:
+                continue  # dense in the checkpoint and in the model
+            for proj in projections(experts[name]):
                 full = f"{name}.{proj}"
-                loaded = full if config.dequantize else f"{full}_blocks"
+                loaded = f"{full}_blocks" if name in packed else full
                 for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
                     self._task.targets[alias] = (module, full)
 
-    def _swap(self, model: nn.Module, dense: dict[str, nn.Module], placeholder: torch.dtype | None) -> dict[str, nn.Module]:
+    def _swap(
+        self, model: nn.Module, dense: dict[str, nn.Module], placeholder: torch.dtype | None
+    ) -> dict[str, nn.Module]:
         """Puts packed modules in the place of dense ones.
 
         While dense experts load, packed parameters stand on meta in the checkpoint's float dtype, `placeholder`: the
@@ -98,7 +96,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             if placeholder is not None:
                 for proj in packed.projection_names:
                     for suffix in ("_blocks", "_scales"):
-                        stand_in = packed._parameters[proj + suffix].to(placeholder)
+                        stand_in = packed.get_parameter(proj + suffix).to(placeholder)
                         packed.register_parameter(proj + suffix, nn.Parameter(stand_in, requires_grad=False))
             model.set_submodule(name, packed)
             swapped[name] = packed
@@ -129,26 +127,25 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """
         task = self._task
         assert task is not None
-        names = {full for _, full in task.targets.values()}
-        originals = [
-            conversion
-            for conversion in weight_conversions
-            if isinstance(conversion, WeightConverter)
-            and any(full.endswith(conversion.target_patterns[0]) for full in names)
-        ]
+        packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
+        dense = {full for _, full in task.targets.values()} - packed
         ours: list[WeightTransform] = []
-        suffix = "" if task.dequantize else "_blocks"
-        if task.dialect is None or task.dialect.layout == "per expert":
-            ours = [self._per_expert(original, suffix) for original in originals if not task.dequantize or task.dialect]
-        if task.dialect is None or task.dialect.layout == "stacked":
-            ours += self._stacked(names, suffix) if not task.dequantize or task.dialect else []
-        self._prepare_saving(model, originals, names)
+        for names, suffix, anchor in ((packed, "_blocks", "$"), (dense, "", "(?:$)")):
+            if task.dialect is None or task.dialect.layout == "per expert":
+                ours += [self._per_expert(c, suffix, anchor) for c in _conversions_of(names, weight_conversions)]
+            if task.dialect is None or task.dialect.layout == "stacked":
+                ours += self._stacked(names, suffix, anchor)
+        if task.dialect is not None and task.dialect.layout == "per expert":
+            sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
+            ours.append(WeightConverter(sources, [".weight"], [DecodeLinear()]))
+        if packed:
+            self._prepare_saving(model, _conversions_of(packed, weight_conversions), packed)
         return ours + list(weight_conversions)
 
-    def _per_expert(self, original: WeightConverter, suffix: str) -> WeightConverter:
-        """The model's conversion of per-expert tensors, to packed projections and from dense or packed tensors.
+    def _per_expert(self, original: WeightConverter, suffix: str, anchor: str) -> WeightConverter:
+        """The model's conversion of per-expert tensors, from dense or packed ones.
 
-        The sources end in `$` so that they are not the model's own, which stay in use.
+        The sources end in `anchor`, so that no two converters have the same; the model's own stay in use.
         """
         assert self._task is not None
         dialect = self._task.dialect
@@ -157,7 +154,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         # Packed rows are output rows in every layout, so that what transposes dense weights has nothing to do.
         operations = [op for op in original.operations if dialect is None or not isinstance(op, Transpose)]
         converter = ExpertsConverter(
-            [f"{base}{ending}$" for ending in stored for base in bases],
+            [f"{base}{ending}{anchor}" for ending in stored for base in bases],
             [f"{original._original_target_patterns[0]}{suffix}"],
             operations,
             self._task,
@@ -165,14 +162,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         converter.scope_prefix, converter.base_model_prefix = original.scope_prefix, original.base_model_prefix
         return converter
 
-    def _stacked(self, names: set[str], suffix: str) -> list[WeightTransform]:
+    def _stacked(self, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
         """Conversions of tensors that hold all experts already, dense or packed."""
         assert self._task is not None
         dialect = self._task.dialect
         leaves = sorted({".".join(name.split(".")[-2:]) for name in names})
         stored = [""] if dialect is None else [dialect.blocks, dialect.scales]
         return [
-            ExpertsConverter([f"{leaf}{ending}$" for ending in stored], [leaf + suffix], [KeepStack()], self._task)
+            ExpertsConverter(
+                [f"{leaf}{ending}{anchor}" for ending in stored], [leaf + suffix], [KeepStack()], self._task
+            )
             for leaf in leaves
         ]
 
@@ -192,33 +191,29 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             self._saving = [WeightConverter([leaf], [leaf], [StackedLayout(dialect, encode=False)]) for leaf in leaves]
         config.write_as(dialect)
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         task, config = self._task, self.quantization_config
         assert task is not None
-        self._check_filled(task)
+        self._check_filled(model, task)
         if config.dequantize:
             self.remove_quantization_config(model)
         else:
             # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
-            used = [c for c in getattr(model, "_weight_conversions", []) if not isinstance(c, ExpertsConverter)]
+            used = [c for c in getattr(model, "_weight_conversions", []) if not _loads_packed(c)]
             model._weight_conversions = used + self._saving
-            module = next(module for module, _ in task.targets.values())
-            device = next(module.parameters()).device.type
-            choice = module.backend_choice("cpu" if device == "meta" else device)
+            packed = next(module for _, module in find_experts(model) if isinstance(module, MXFP4Experts))
+            device = next(packed.parameters()).device.type
+            choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
         self._task = None
 
-    def _check_filled(self, task: Task) -> None:
+    def _check_filled(self, model: nn.Module, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
-        if task.dequantize and task.dialect is None:
-            return
-        expected = {full for _, full in task.targets.values()}
-        if not task.dequantize:
-            expected = {full + suffix for full in expected for suffix in ("_blocks", "_scales")}
-        lost = sorted(expected - task.filled)
+        packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
+        lost = sorted({full + suffix for full in packed for suffix in ("_blocks", "_scales")} - task.filled)
         report = task.reports[0] if task.reports else None
         if report is not None:
-            owners = {full.rpartition(".")[0] for _, full in task.targets.values()}
+            owners = {name for name, _ in find_experts(model)}
             lost += sorted(key for key in report.missing_keys if key.rpartition(".")[0] in owners and key not in lost)
         if not lost:
             return
@@ -243,11 +238,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         return float(super().param_element_size(model, param_name, param))
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        if isinstance(dtype, str):  # what `config.dtype` is after a save
-            dtype = getattr(torch, dtype)
+        resolved: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after a save
         for name, module in list(find_experts(model)):
             if isinstance(module, MXFP4Experts):
-                model.set_submodule(name, module.dequantize(dtype))
+                model.set_submodule(name, module.dequantize(resolved))
         return model
 
     def remove_quantization_config(self, model: nn.Module) -> None:
@@ -269,6 +263,22 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def is_compileable(self) -> bool:
         """Yes: the forward is made of ops that torch.compile knows."""
         return True
+
+
+def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list[WeightConverter]:
+    """The conversions that fill the projections `names` of the model."""
+    return [
+        conversion
+        for conversion in conversions
+        if isinstance(conversion, WeightConverter)
+        and any(name.endswith(conversion.target_patterns[0]) for name in names)
+    ]
+
+
+def _loads_packed(conversion: WeightTransform) -> bool:
+    """Whether a conversion is one of ours for loading, which saving has no use for."""
+    operations = getattr(conversion, "operations", ())
+    return isinstance(conversion, ExpertsConverter) or any(isinstance(op, DecodeLinear) for op in operations)
 
 
 def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:
