@@ -24,7 +24,6 @@ from .base import CheckpointError, Dialect, TensorInfo
 __all__ = ["DIALECTS", "CheckpointError", "Dialect", "TensorInfo", "detect", "dialect", "float_dtypes", "read_headers"]
 
 
-
 DIALECTS = (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)
 
 _BYTE_DTYPES = ("U8", "I8", "F8_E8M0", "F4")

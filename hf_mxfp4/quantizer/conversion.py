@@ -10,15 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    SplitModulelist,
+    Transpose,
+    WeightConverter,
+)
 
 from .. import mxfp4
 from ..experts import MXFP4Experts, Source
 from ..formats import CheckpointError, Dialect, stacked
+
+_Converter = TypeVar("_Converter", bound=WeightConverter)
 
 STREAMED_OPS = (MergeModulelist, Concatenate, Transpose)
 """The ops of a model's own conversion that may run on one expert at a time."""
@@ -75,8 +84,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         copy = ExpertsConverter(
             list(self._original_source_patterns), list(self._original_target_patterns), list(self.operations), self.task
         )
-        copy.scope_prefix, copy.base_model_prefix = self.scope_prefix, self.base_model_prefix
-        return copy
+        return scoped_like(self, copy)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """As stock, but only for keys of the projections of this load: others go on to the model's own converter."""
@@ -237,6 +245,30 @@ class DecodeLinear(ConversionOps):  # type: ignore[misc]
         return {name: mxfp4.dequantize(packed, scale, kwargs["model"].get_parameter(name).dtype)}
 
 
+class StackExperts(MergeModulelist):  # type: ignore[misc]
+    """`MergeModulelist` whose reverse keeps dimensions of size one, which some versions of Transformers lose."""
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """A tensor for each expert."""
+        return SplitExperts(self.dim)
+
+
+class SplitExperts(SplitModulelist):  # type: ignore[misc]
+    """The reverse of `StackExperts`."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Each expert's matrix, under the pattern's name with its number in the place of `*`."""
+        matrices = {}
+        for pattern, stack in input_dict.items():
+            name = target_patterns[0] if len(input_dict) == 1 else pattern
+            parts = _first({pattern: stack}).unbind(self.dim)
+            matrices.update({name.replace("*", str(e)): matrix for e, matrix in enumerate(parts)})
+        return matrices
+
+
 class StackedLayout(ConversionOps):  # type: ignore[misc]
     """Between canonical `_blocks` and those of a stacked dialect, for saving."""
 
@@ -268,13 +300,25 @@ def saving_conversions(original: WeightConverter, dialect: Dialect) -> list[Weig
     Transformers turns a load's conversions round to save, so these are written as if for loading: the sources are the
     names in the file.
     """
-    operations = [op for op in original.operations if not isinstance(op, Transpose)]
+    operations = [
+        StackExperts(op.dim) if isinstance(op, MergeModulelist) else op
+        for op in original.operations
+        if not isinstance(op, Transpose)
+    ]
     saved = []
     for theirs, ours in ((dialect.blocks, "_blocks"), (dialect.scales, "_scales")):
         sources = [pattern.removesuffix(".weight") + theirs for pattern in original._original_source_patterns]
         targets = [pattern + ours for pattern in original._original_target_patterns]
-        saved.append(original.copy(sources, targets, operations=list(operations)))
+        saved.append(scoped_like(original, WeightConverter(sources, targets, list(operations))))
     return saved
+
+
+def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:
+    """The converter, with the scope of the original: the part of the model whose keys it is for."""
+    for scope in ("scope_prefix", "base_model_prefix"):
+        if hasattr(original, scope):
+            setattr(converter, scope, getattr(original, scope))
+    return converter
 
 
 def _canonical_shape(module: nn.Module, name: str) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..experts import MXFP4Experts, find_experts, projections
 from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
 from .config import MXFP4Config, names_mxfp4
-from .conversion import DecodeLinear, ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions
+from .conversion import DecodeLinear, ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions, scoped_like
 
 logger = logging.get_logger(__name__)
 
@@ -41,10 +41,11 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._task: Task | None = None
         self._saving: list[WeightConverter] = []
+        self._model_type = ""
 
     def _process_model_before_weight_loading(
         self,
-        model: nn.Module,
+        model: Any,
         checkpoint_files: list[str] | None = None,
         use_kernels: bool = False,
         **kwargs: Any,
@@ -70,6 +71,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             left_out = f" outside modules_to_not_convert = {skip}" if experts else ""
             raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{left_out}")
         self._refuse_kernels(model, converted, use_kernels)
+        self._model_type = model.config.model_type
         self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
         prefix = f"{model.base_model_prefix}."
         packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
@@ -120,7 +122,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
 
         Args:
             weight_conversions: the model's own.
-            model: not needed.
+            model: not needed, and not given by older versions of Transformers.
 
         Returns:
             Converters for packed projections before the model's own, which stay for experts that are not converted.
@@ -139,7 +141,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
             ours.append(WeightConverter(sources, [".weight"], [DecodeLinear()]))
         if packed:
-            self._prepare_saving(model, _conversions_of(packed, weight_conversions), packed)
+            self._prepare_saving(_conversions_of(packed, weight_conversions), packed)
         return ours + list(weight_conversions)
 
     def _per_expert(self, original: WeightConverter, suffix: str, anchor: str) -> WeightConverter:
@@ -159,8 +161,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             operations,
             self._task,
         )
-        converter.scope_prefix, converter.base_model_prefix = original.scope_prefix, original.base_model_prefix
-        return converter
+        return scoped_like(original, converter)
 
     def _stacked(self, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
         """Conversions of tensors that hold all experts already, dense or packed."""
@@ -175,7 +176,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             for leaf in leaves
         ]
 
-    def _prepare_saving(self, model: nn.Module | None, originals: list[WeightConverter], names: set[str]) -> None:
+    def _prepare_saving(self, originals: list[WeightConverter], names: set[str]) -> None:
         """Chooses the layout that a save of this model is in, and the conversions that make it."""
         config = self.quantization_config
         per_expert_names = bool(originals) and all(
@@ -183,7 +184,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             for original in originals
             for pattern in original._original_source_patterns
         )
-        dialect = _save_dialect(config.save_format, per_expert_names, getattr(model, "config", None))
+        dialect = _save_dialect(config.save_format, per_expert_names, self._model_type)
         if dialect == per_expert.COMPRESSED_TENSORS:
             self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
         elif dialect == stacked.GPT_OSS:
@@ -289,7 +290,7 @@ def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:
     return torch.float32 if widest is torch.float64 else widest
 
 
-def _save_dialect(asked: str, per_expert_names: bool, model_config: Any) -> Dialect:
+def _save_dialect(asked: str, per_expert_names: bool, model_type: str) -> Dialect:
     """The layout to save in: what was asked for, or what other readers of such a model expect."""
     rows = {row.name: row for row in (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)}
     if asked == "compressed-tensors" and not per_expert_names:
@@ -299,6 +300,6 @@ def _save_dialect(asked: str, per_expert_names: bool, model_config: Any) -> Dial
         )
     if asked != "auto":
         return rows[asked]
-    if getattr(model_config, "model_type", None) == "gpt_oss":
+    if model_type == "gpt_oss":
         return stacked.GPT_OSS
     return per_expert.COMPRESSED_TENSORS if per_expert_names else stacked.HF_MXFP4

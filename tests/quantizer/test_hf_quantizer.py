@@ -326,12 +326,12 @@ def test_gradients_reach_the_embedding_and_change_no_packed_byte(source, load, s
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_device_map_with_cpu_and_disk(source, packed_folder, load, tokens, tmp_path, kind):
     path = source if kind == "dense" else packed_folder(source)
-    expected = load(path)
+    expected = load(path, dtype=torch.bfloat16)
     layers = [n for n, _ in expected.named_modules() if n.endswith("layers.1")]
     device_map = {n: "cpu" for n, _ in expected.named_children() if n != "model"}
     device_map |= {f"model.{n}": "cpu" for n, _ in expected.model.named_children() if n != "layers"}
     device_map |= {"model.layers.0": "cpu", layers[0]: "disk"}
-    model = load(path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
+    model = load(path, dtype=torch.bfloat16, device_map=device_map, offload_folder=str(tmp_path / "offload"))
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
 
