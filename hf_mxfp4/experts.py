@@ -8,7 +8,8 @@ E experts, T tokens, k experts a token, H hidden size, I intermediate size. A Tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 from . import mxfp4, ops, routing
 from .backends import Choice, choose
-
-_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
+from .families import Layout, layout_of, projections
 
 
 class Source(NamedTuple):
@@ -26,19 +26,6 @@ class Source(NamedTuple):
     format: str
     dtypes: tuple[str, ...]
     conversion: str
-
-
-def projections(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """The dense projections of a Transformers experts module by name, each [E, out, in] or transposed.
-
-    Empty for a module that is no experts module: one is known by the flags that Transformers'
-    `use_experts_implementation` sets and by its 3-D parameters.
-    """
-    if isinstance(experts, MXFP4Experts) or not all(hasattr(experts, flag) for flag in _FLAGS):
-        return {}
-    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    found = {name: getattr(experts, name, None) for name in names}
-    return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and p.ndim == 3}
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -55,14 +42,12 @@ class MXFP4Experts(nn.Module):
     gradient and casts leave them alone. Gradients reach the hidden states, the routing weights and any bias.
     """
 
-    num_experts: int
-    has_gate: bool
-    has_bias: bool
-    is_transposed: bool
-    act_fn: nn.Module
-    post_expert_norm: nn.Module
+    layout: Layout
+    """What the class that this module stands for is like."""
     dense_class: Any
     """The Transformers class that this module stands for."""
+    act_fn: nn.Module
+    post_expert_norm: nn.Module
 
     def __init__(self, experts: nn.Module, *, name: str = "experts", backend: str = "auto") -> None:
         """Takes the place of `experts`: its attributes, child modules and other parameters, with room for packed ones.
@@ -76,20 +61,23 @@ class MXFP4Experts(nn.Module):
             ValueError: a projection whose input width is no multiple of 32, or a module with no projections.
         """
         super().__init__()
-        dense = projections(experts)
-        if not dense:
+        layout, dense = layout_of(experts), projections(experts)
+        if layout is None or not dense:
             raise ValueError(f"{name} is a {type(experts).__name__}, which has no 3-D expert projections to pack")
         _copy_shell(experts, self, skip=tuple(dense))
+        self.training = experts.training
+        self.layout = layout
         self.dense_class = type(experts)
         self.dense_dtype = dense["down_proj"].dtype
+        self.dense_counts = {proj: weight.shape[0] for proj, weight in dense.items()}
         self.requested_backend = backend
         self.source: Source | None = None
         self._choices: dict[str, Choice] = {}
         for proj, weight in dense.items():
-            shape = weight.mT.shape if experts.is_transposed else weight.shape
-            mxfp4.check_width(shape, f"{name}.{proj}")
-            for suffix, width in (("blocks", shape[2] // 2), ("scales", shape[2] // mxfp4.BLOCK_SIZE)):
-                packed = torch.empty(*shape[:2], width, dtype=torch.uint8, device=weight.device)
+            _, rows, columns = weight.mT.shape if layout.is_transposed else weight.shape
+            mxfp4.check_width((rows, columns), f"{name}.{proj}")
+            for suffix, width in (("blocks", columns // 2), ("scales", columns // mxfp4.BLOCK_SIZE)):
+                packed = torch.empty(self.num_routed, rows, width, dtype=torch.uint8, device=weight.device)
                 self.register_parameter(f"{proj}_{suffix}", nn.Parameter(packed, requires_grad=False))
 
     @classmethod
@@ -118,8 +106,8 @@ class MXFP4Experts(nn.Module):
         packed = cls(experts, backend=backend)
         for proj, weight in projections(experts).items():
             blocks, scales = packed.packed(proj)
-            for e in range(weight.shape[0]):
-                matrix = weight[e].mT if experts.is_transposed else weight[e]
+            for e in range(packed.num_routed):
+                matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
                 blocks[e], scales[e] = mxfp4.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
         packed.source = Source("dense module", (str(packed.dense_dtype),), f"quantized: {scale_rule}, ties {ties}")
         return packed
@@ -127,7 +115,13 @@ class MXFP4Experts(nn.Module):
     @property
     def projection_names(self) -> tuple[str, str]:
         """The names of the two projections."""
-        return ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        return self.layout.projections
+
+    @property
+    def num_routed(self) -> int:
+        """E, the number of experts that have weights here; under expert parallelism, of this rank."""
+        count: int = getattr(self, self.layout.experts)
+        return count
 
     def packed(self, proj: str) -> mxfp4.MXFP4Tensor:
         """The packed bytes of a projection: `blocks` uint8 [E, out, in / 2], `scales` uint8 [E, out, in / 32]."""
@@ -136,7 +130,8 @@ class MXFP4Experts(nn.Module):
     def dense_shape(self, proj: str) -> tuple[int, int, int]:
         """The shape of a projection in the class that this module stands for."""
         experts, rows, half = self.get_parameter(f"{proj}_blocks").shape
-        return (experts, 2 * half, rows) if self.is_transposed else (experts, rows, 2 * half)
+        experts = max(experts, self.dense_counts[proj]) if self.layout.identities else experts
+        return (experts, 2 * half, rows) if self.layout.is_transposed else (experts, rows, 2 * half)
 
     def backend_choice(self, device_type: str) -> Choice:
         """The backend that runs on a device, and why: chosen at the first call, then kept."""
@@ -144,68 +139,103 @@ class MXFP4Experts(nn.Module):
             self._choices[device_type] = choose(self.requested_backend, device_type)
         return self._choices[device_type]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """Runs each token through its experts and mixes what comes out.
 
-        Works in float32 (float64 for float64 tokens) from the projections to the sum.
+        Works in float32 (float64 for float64 tokens) from the projections to the sum. Classes whose tokens come in
+        grouped by expert take tokens alone, E equal groups of them, and give each token's output unmixed.
 
         Args:
             hidden_states: floating point [T, H].
-            top_k_index: integer [T, k]; ids outside 0 to E - 1 contribute nothing.
+            top_k_index: integer [T, k]; ids that are no expert's contribute nothing.
             top_k_weights: floating point [T, k], used as they are.
 
         Returns:
             [T, H] in the dtype of `hidden_states`.
         """
         compute = torch.promote_types(hidden_states.dtype, torch.float32)
-        slots = routing.plan(top_k_index, self.num_experts)
-        first, second = self.projection_names
-        x = self._linear(routing.gather(hidden_states, slots).to(compute), first, slots)
-        x = (self._apply_gate(x) if self.has_gate else self.act_fn(x)).to(compute)
-        x = self._linear(x, second, slots)
-        if getattr(self, "has_post_expert_norm", False):
-            x = self.post_expert_norm(x).to(compute)
-        return routing.combine(x, slots, top_k_weights.to(compute)).to(hidden_states.dtype)
+        if self.layout.is_grouped:
+            top_k_index = torch.arange(self.num_routed, device=hidden_states.device)
+            top_k_index = top_k_index.repeat_interleave(hidden_states.shape[0] // self.num_routed).unsqueeze(-1)
+            top_k_weights = torch.ones_like(top_k_index, dtype=compute)
+        assert top_k_index is not None
+        assert top_k_weights is not None
+        weights = top_k_weights.to(compute)
+        slots = routing.plan(top_k_index, self.num_routed)
+        mixed = routing.combine(self._run(hidden_states, slots, compute), slots, weights)
+        if self.layout.identities:
+            last = self.num_routed + (getattr(self, self.layout.identities) or 0)
+            identity = (top_k_index >= self.num_routed) & (top_k_index < last)
+            mixed = mixed + weights.masked_fill(~identity, 0).sum(dim=-1, keepdim=True) * hidden_states.to(compute)
+        return mixed.to(hidden_states.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The module of Transformers' own class that this one stands for, with the weights that it holds decoded.
 
         Args:
-            dtype: of the weights; by default what they had.
+            dtype: of all floating point parameters; by default what weights had, or what this module was cast to.
 
         Returns:
             A dense experts module on the same device.
+
+        Raises:
+            ValueError: packed bytes that are not here, as when they are offloaded.
         """
         dense: nn.Module = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(dense)
         own = [f"{proj}_{suffix}" for proj in self.projection_names for suffix in ("blocks", "scales")]
         _copy_shell(self, dense, skip=(*own, *_OWN_ATTRIBUTES))
-        dense.train(self.training)
+        dense.training = self.training
         for proj in self.projection_names:
             blocks, scales = self.packed(proj)
-            weight = torch.empty(self.dense_shape(proj), dtype=dtype or self.dense_dtype, device=blocks.device)
-            for e in range(weight.shape[0]):
-                (weight[e].mT if self.is_transposed else weight[e]).copy_(
+            if blocks.is_meta:
+                raise ValueError(f"{proj} is offloaded and cannot be dequantized; load the model without offloading")
+            weight = torch.zeros(self.dense_shape(proj), dtype=dtype or self.dense_dtype, device=blocks.device)
+            for e in range(blocks.shape[0]):
+                (weight[e].mT if self.layout.is_transposed else weight[e]).copy_(
                     mxfp4.dequantize(blocks[e], scales[e], weight.dtype)
                 )
             dense.register_parameter(proj, nn.Parameter(weight))
-        return dense
+        return dense if dtype is None else dense.to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MXFP4Experts:
+        """As for any module; casts leave packed bytes alone, so the dtype that weights would have is kept beside."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        return self
 
     def extra_repr(self) -> str:
         """One line for printed models."""
         shapes = ", ".join(f"{proj}={self.dense_shape(proj)}" for proj in self.projection_names)
         return f"{self.dense_class.__name__}, {shapes}, backend={self.requested_backend}"
 
+    def _run(self, hidden_states: Tensor, slots: routing.Plan, compute: torch.dtype) -> Tensor:
+        """Each sorted slot through its expert, [S, H]."""
+        first, second = self.projection_names
+        x = self._linear(routing.gather(hidden_states, slots).to(compute), first, slots)
+        x = (self._apply_gate(x) if self.layout.has_gate else self.act_fn(x)).to(compute)
+        x = self._linear(x, second, slots)
+        if getattr(self, "has_post_expert_norm", False):
+            x = self.post_expert_norm(x).to(compute)
+        return x
+
     def _linear(self, x: Tensor, proj: str, slots: routing.Plan) -> Tensor:
         blocks, scales = self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales")
         out = ops.grouped_linear(x, blocks, scales, slots.offsets, backend=self.backend_choice(x.device.type).name)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:
-            out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_experts - 1)]
+            out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_routed - 1)]
         return out
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gated: Tensor = self.dense_class._apply_gate(self, gate_up)
+        own = getattr(self.dense_class, "_apply_gate", None)
+        if own is None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            gated: Tensor = self.act_fn(gate) * up
+        else:
+            gated = own(self, gate_up)
         return gated
 
     def _dense_stand_in(self, proj: str) -> nn.Parameter:
@@ -221,17 +251,23 @@ class MXFP4Experts(nn.Module):
     down_proj = property(lambda self: self._dense_stand_in("down_proj"))
 
 
-_OWN_ATTRIBUTES = ("dense_class", "dense_dtype", "requested_backend", "source", "_choices")
+_HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
+_OWN_ATTRIBUTES = ("layout", "dense_class", "dense_dtype", "dense_counts", "requested_backend", "source", "_choices")
 
 
 def _copy_shell(source: nn.Module, target: nn.Module, skip: tuple[str, ...]) -> None:
-    """Gives `target` what `source` has beside the names in `skip`: attributes, children, parameters and buffers."""
-    kept = {*nn.Module().__dict__, *skip}
-    target.__dict__.update({name: value for name, value in source.__dict__.items() if name not in kept})
+    """Gives `target` copies of what `source` has beside the names in `skip`: attributes, children, parameters, buffers.
+
+    Hooks stay behind: they are bound to the module that they are on.
+    """
+    left = {*nn.Module().__dict__, *_HOOK_ATTRIBUTES, *skip}
+    target.__dict__.update({name: value for name, value in source.__dict__.items() if name not in left})
     for name, child in source._modules.items():
-        target.add_module(name, child)
+        target.add_module(name, copy.deepcopy(child))
     for name, parameter in source._parameters.items():
-        if name not in kept:
-            target.register_parameter(name, parameter)
+        if name not in left:
+            own = None if parameter is None else nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            target.register_parameter(name, own)
     for name, buffer in source._buffers.items():
-        target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
+        own_buffer = None if buffer is None else buffer.clone()
+        target.register_buffer(name, own_buffer, persistent=name not in source._non_persistent_buffers_set)

@@ -17,6 +17,7 @@ Four bits a code and eight bits for 32 of them are 4.25 bits a weight.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -119,7 +120,8 @@ def quantize(
     With 2^n the binade of a block's largest magnitude (2^n <= largest < 2^(n+1)), `floor` takes the scale 2^(n-2) of
     OCP MX v1.0 section 6.3; `even` one more from 1.75 * 2^n on, where the largest would round up; `rceil` one more
     above 1.5 * 2^n, so that nothing saturates; `mse` whichever of floor and floor + 1 has the smaller squared error,
-    floor on a tie. Codes are the nearest value, saturating at 6. Blocks of zeros get scale byte 0.
+    floor on a tie. Codes are the nearest value, saturating at 6. Blocks of zeros get scale byte 0. At the top of
+    float32's range the three rules that move up can choose 2^128, which is infinity where it is decoded to float32.
 
     Args:
         weight: [..., K], float32, bfloat16 or float16, K a multiple of 32, all values finite. Not changed. Needs not be
@@ -187,7 +189,7 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
 def _quantize_into(
     weight: Tensor, out: MXFP4Tensor, rules: tuple[str, str], label: tuple[str, tuple[int, ...]]
 ) -> None:
-    """Quantizes `weight` [..., K] into `out`, a chunk of rows at a time. `label` names it and its place in errors."""
+    """Quantizes `weight` [..., K] into `out`, a chunk at a time. `label` names it and its place in errors."""
     width = weight.shape[-1]
     if weight.numel() == 0:
         return
@@ -196,20 +198,30 @@ def _quantize_into(
             _quantize_into(weight[i], MXFP4Tensor(out.blocks[i], out.scales[i]), rules, (label[0], (*label[1], i)))
         return
     rows, blocks, scales = torch.atleast_2d(weight), torch.atleast_2d(out.blocks), torch.atleast_2d(out.scales)
-    step = max(1, QUANTIZE_CHUNK_BYTES // _WORKING_BYTES_PER_WEIGHT // width)
-    for start in range(0, rows.shape[0], step):
-        chunk = rows[start : start + step].float().contiguous().view(-1, BLOCK_SIZE)
-        largest = chunk.abs().amax(dim=-1)
-        if not torch.isfinite(largest).all():
-            row, column = (~torch.isfinite(chunk.view(-1, width))).nonzero()[0].tolist()
-            index = [*label[1], *([start + row] if weight.ndim == 2 else []), column]
-            value = chunk.view(-1, width)[row, column].item()
+    budget = max(QUANTIZE_CHUNK_BYTES // _WORKING_BYTES_PER_WEIGHT, BLOCK_SIZE)
+    columns = min(width, budget // BLOCK_SIZE * BLOCK_SIZE)
+    step = max(1, budget // columns)
+    for top, left in product(range(0, rows.shape[0], step), range(0, width, columns)):
+        chunk = rows[top : top + step, left : left + columns].float().contiguous()
+        height, span = chunk.shape
+        packed = _quantize_chunk(chunk.view(-1, BLOCK_SIZE), *rules)
+        if packed is None:
+            row, column = (~torch.isfinite(chunk)).nonzero()[0].tolist()
+            index = [*label[1], *([top + row] if weight.ndim == 2 else []), left + column]
+            value = chunk[row, column].item()
             raise ValueError(f"{label[0]} holds {value} at index {index}; only finite weights can be quantized")
-        scale = _scale_bytes(chunk, largest, rules[0])
-        nibbles = _round_to_codes(chunk * _reciprocal(scale), rules[1]).view(torch.int16)
-        stop = start + step
-        blocks[start:stop] = (nibbles | nibbles >> 4).to(torch.uint8).view(-1, width // 2)
-        scales[start:stop] = scale.to(torch.uint8).view(-1, width // BLOCK_SIZE)
+        blocks[top : top + height, left // 2 : (left + span) // 2] = packed.blocks.view(height, -1)
+        scales[top : top + height, left // BLOCK_SIZE : (left + span) // BLOCK_SIZE] = packed.scales.view(height, -1)
+
+
+def _quantize_chunk(chunk: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor | None:
+    """`blocks` [n, 16] and `scales` [n] of float32 [n, 32]; None if a value is not finite."""
+    largest = chunk.abs().amax(dim=-1)
+    if not torch.isfinite(largest).all():
+        return None
+    scale = _scale_bytes(chunk, largest, scale_rule)
+    nibbles = _round_to_codes(chunk * _reciprocal(scale), ties).view(torch.int16)
+    return MXFP4Tensor((nibbles | nibbles >> 4).to(torch.uint8), scale.to(torch.uint8))
 
 
 def _scale_bytes(chunk: Tensor, largest: Tensor, scale_rule: str) -> Tensor:

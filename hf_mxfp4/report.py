@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts import MXFP4Experts, find_experts, projections
+from .experts import MXFP4Experts, find_experts
+from .families import projections
 from .mxfp4 import BLOCK_SIZE, SCALE_NAN
 
 _CHECK_TOKENS = 4
@@ -187,20 +188,26 @@ def _dense_row(name: str, module: nn.Module) -> ModuleReport:
 
 
 def _backend_error(module: MXFP4Experts) -> float:
-    """Relative error of the module on random float32 tokens, two experts each, against an independent decode."""
-    first, _ = module.projection_names
-    blocks = module.packed(first).blocks
+    """Relative error of the module on random float32 tokens against an independent decode."""
+    blocks = module.packed(module.projection_names[0]).blocks
     count, width = blocks.shape[0], 2 * blocks.shape[2]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(_CHECK_TOKENS, width, generator=generator)
-    ids = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in tokens])
-    weights = torch.rand(ids.shape, generator=generator)
+    grouped = module.layout.is_grouped
+    tokens = torch.randn(count if grouped else _CHECK_TOKENS, width, generator=generator)
+    if grouped:
+        ids, weights = torch.arange(count)[:, None], torch.ones(count, 1)
+        routes: tuple[Tensor, ...] = ()
+    else:
+        ids = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in tokens])
+        weights = torch.rand(ids.shape, generator=generator)
+        routes = (ids.to(blocks.device), weights.to(blocks.device))
     with torch.no_grad():
-        got = module(tokens.to(blocks.device), ids.to(blocks.device), weights.to(blocks.device)).double().cpu()
+        got = module(tokens.to(blocks.device), *routes).double().cpu()
         expected = torch.zeros_like(got)
         for t, j in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
             expected[t] += weights[t, j].double() * _expert_output(module, int(ids[t, j]), tokens[t].double())
-    return float((got - expected).norm() / expected.norm())
+    scale = expected.norm()
+    return float((got - expected).norm() / (scale if scale > 0 else 1))
 
 
 def _expert_output(module: MXFP4Experts, expert: int, token: Tensor) -> Tensor:
@@ -213,9 +220,9 @@ def _expert_output(module: MXFP4Experts, expert: int, token: Tensor) -> Tensor:
         if bias is not None:
             value = value + bias[expert].double().cpu()
         if i == 0:
-            value = module._apply_gate(value[None])[0] if module.has_gate else module.act_fn(value)
+            value = module._apply_gate(value[None])[0] if module.layout.has_gate else module.act_fn(value)
     if getattr(module, "has_post_expert_norm", False):
-        value = module.post_expert_norm(value.to(module.dense_dtype)).double()
+        value = module.post_expert_norm(value.float()).double()
     return value
 
 

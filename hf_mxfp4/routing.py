@@ -39,9 +39,9 @@ def plan(top_k_index: Tensor, num_experts: int) -> Plan:
     Returns:
         The plan for all S slots.
     """
-    valid = (top_k_index >= 0) & (top_k_index < num_experts)
-    ids = torch.where(valid, top_k_index, num_experts).long().flatten()
-    experts, order = torch.sort(ids, stable=True)
+    ids = top_k_index.long()
+    valid = (ids >= 0) & (ids < num_experts)
+    experts, order = torch.sort(torch.where(valid, ids, num_experts).flatten(), stable=True)
     bounds = torch.arange(num_experts + 1, device=ids.device)
     return Plan(order, torch.searchsorted(experts, bounds), experts, valid)
 

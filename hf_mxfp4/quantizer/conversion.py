@@ -8,7 +8,7 @@ E experts, N output features, K input features.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 
 from .. import mxfp4
 from ..experts import MXFP4Experts, Source
+from ..families import Layout, layout_of
 from ..formats import CheckpointError, Dialect, stacked
 
 _Converter = TypeVar("_Converter", bound=WeightConverter)
@@ -63,26 +64,37 @@ class KeepStack(ConversionOps):  # type: ignore[misc]  # Transformers has no typ
 class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     """Fills one projection of one layer, an expert at a time."""
 
-    __slots__ = ("task",)
+    __slots__ = ("dense_targets", "task")
 
     def __init__(
-        self, source_patterns: list[str], target_patterns: list[str], operations: list[ConversionOps], task: Task
+        self,
+        source_patterns: list[str],
+        target_pattern: str,
+        operations: list[ConversionOps],
+        dense_targets: list[str],
+        task: Task,
     ) -> None:
         """Takes the patterns of the loader.
 
         Args:
             source_patterns: of checkpoint keys. For packed experts first those of codes, then as many of scales.
-            target_patterns: one, of the parameter that the loader knows the projection by.
+            target_pattern: of the parameter that the loader knows the projection by.
             operations: the model's own, from one-expert lists to a stack; or one `KeepStack`.
+            dense_targets: what the model's own conversion fills with them; the first is the projection.
             task: shared by all converters of the load.
         """
-        super().__init__(source_patterns, target_patterns, operations)
+        super().__init__(source_patterns, [target_pattern], operations)
+        self.dense_targets = dense_targets
         self.task = task
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsConverter:
         """A converter for the next layer; the loader copies one for each, and the task is shared."""
         copy = ExpertsConverter(
-            list(self._original_source_patterns), list(self._original_target_patterns), list(self.operations), self.task
+            list(self._original_source_patterns),
+            self._original_target_patterns[0],
+            list(self.operations),
+            self.dense_targets,
+            self.task,
         )
         return scoped_like(self, copy)
 
@@ -113,101 +125,149 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         module, name = self.task.targets[layer_name]
         collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
-        filled = self._fill(module, name, collected, extra)
+        if isinstance(self.operations[0], KeepStack):
+            filled = self._fill_from_stacks(module, name, collected)
+        elif all(isinstance(op, STREAMED_OPS) for op in self.operations):
+            filled = self._fill(module, name, self._stream(module, name, collected, extra))
+        else:
+            filled = self._fill_from_whole_layer(name, collected, extra)
         self.task.filled.update(filled)
         return filled
 
-    def _fill(
-        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        count, *matrix = _canonical_shape(module, name)
-        self._check_complete(name, count, collected)
-        dtypes: list[str] = []
-        keep = isinstance(module, MXFP4Experts)
-        if self.task.dialect is not None and self.task.dialect.layout == "stacked" and keep:
-            blocks, scales = (_read(collected.pop(pattern)[0]) for pattern in self.source_patterns)
-            dtypes = [_dtype_name(blocks), _dtype_name(scales)]
-            packed = stacked.decode(blocks, scales)
-            _check_shape(packed.blocks, (count, matrix[0], matrix[1] // 2), f"{name}{self.task.dialect.blocks}")
-            return self._packed(module, name, packed, dtypes)
-        out: Any = None
-        for e, parts in enumerate(self._experts(count, collected, extra)):
-            if not dtypes:
-                dtypes = [_dtype_name(part) for part in parts]
-            tensor = self._canonical(module, f"{name}, expert {e}", parts)
-            _check_shape(tensor.blocks, (matrix[0], matrix[1] // 2), f"{name}, expert {e}")
-            if keep:
-                out = (
-                    mxfp4.MXFP4Tensor(*(part.new_empty(count, *part.shape) for part in tensor)) if out is None else out
-                )
-                out.blocks[e], out.scales[e] = tensor
-            else:
-                out = self._dense_stack(module, name, tensor) if out is None else out
-                (out[e].mT if module.is_transposed else out[e]).copy_(tensor.dequantize(out.dtype))
-        return self._packed(module, name, out, dtypes) if keep else {name: out}
-
-    def _check_complete(self, name: str, count: int, collected: dict[str, list[Any]]) -> None:
-        """Every source has as many tensors as there are experts (one, if they are stacked)."""
-        expected = 1 if isinstance(self.operations[0], KeepStack) else count
+    def _fill_from_stacks(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> dict[str, Tensor]:
+        """From one tensor that holds all experts, or one of codes and one of scales."""
         for pattern in self.source_patterns:
-            found = len(collected.get(pattern, ()))
-            if found == expected:
-                continue
-            keys = sorted(key for keys in self.layer_targets.values() for key in keys)
-            what = pattern.removesuffix("$")
-            if expected == 1:
-                raise CheckpointError(f"{name}: the checkpoint has no tensor {what}; it has {', '.join(keys)}")
-            regex = re.compile(pattern.replace("*.", r"(\d+)\."))
-            held = {int(match[1]) for key in keys if (match := regex.search(key))}
-            missing = [str(e) for e in range(count) if e not in held]
-            where = f"; missing of experts {', '.join(missing)}" if missing else ""
-            raise CheckpointError(f"{name}: the model has {count} experts, the checkpoint has {found} of {what}{where}")
+            if len(collected.get(pattern, ())) != 1:
+                raise CheckpointError(f"{name}: the checkpoint has no tensor {_plain(pattern)}; it has {self._keys()}")
+        stacks = [_read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
+        if len(stacks) == 2 and isinstance(module, MXFP4Experts):
+            packed = stacked.decode(*stacks)
+            _check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
+            return self._packed(module, name, packed, stacks)
+        self._check_stacks(module, name, stacks)
+        return self._fill(module, name, zip(*stacks, strict=True))
 
-    def _experts(
-        self, count: int, collected: dict[str, list[Any]], extra: dict[str, Any]
+    def _fill_from_whole_layer(
+        self, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """By ops that need all experts of the layer at once, and may fill several modules."""
+        outputs: dict[str, list[Tensor]] = {}
+        for patterns in self._kinds():
+            tensors: dict[str, Any] = {p: [_read(t) for t in collected.pop(p)] for p in patterns if p in collected}
+            for target, stack in self._run(tensors, patterns, extra, None).items():
+                outputs.setdefault(target, []).append(stack[0] if isinstance(stack, list) else stack)
+        filled: dict[str, Tensor] = {}
+        for target, stacks in outputs.items():
+            full = name.replace(self.dense_targets[0], target)
+            module, _ = self.task.targets.get(f"{full}_blocks") or self.task.targets.get(full) or (None, full)
+            if module is None:
+                filled[full] = stacks[0]
+            else:
+                filled |= self._fill(module, full, zip(*stacks, strict=True))
+        return filled
+
+    def _stream(
+        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Each expert's matrix, or its codes and scales, read one expert at a time."""
-        half = len(self.source_patterns) // (2 if self.task.dialect else 1)
-        kinds = [self.source_patterns[i : i + half] for i in range(0, len(self.source_patterns), half)]
-        operations = self.operations
-        if not all(isinstance(op, (*STREAMED_OPS, KeepStack)) for op in operations):
-            yield from zip(*(self._whole_layer(patterns, collected, extra) for patterns in kinds), strict=True)
-            return
-        if isinstance(operations[0], KeepStack):
-            stacks = [_read(collected.pop(patterns[0])[0]) for patterns in kinds]
-            if any(stack.shape[0] != count for stack in stacks):
-                raise CheckpointError(
-                    f"{extra['full_layer_name']}: the model has {count} experts, the checkpoint has "
-                    f"{[list(stack.shape) for stack in stacks]}"
-                )
-            yield from zip(*stacks, strict=True)
-            return
-        for e in range(count):
+        """Each expert's matrix, or its codes and scales, read one expert at a time.
+
+        The sources are a tensor an expert, or tensors of all experts that the ops turn or join row by row.
+        """
+        if any("*" in pattern for pattern in self.source_patterns):
+            self._check_complete(module, name, collected)
+            readers = {p: (lambda e, items=items: [_read(_take(items, e))]) for p, items in collected.items()}
+        else:
+            stacks = {p: _read(items[0]) for p, items in collected.items()}
+            self._check_stacks(module, name, list(stacks.values()))
+            readers = {p: (lambda e, stack=stack: [stack[e : e + 1]]) for p, stack in stacks.items()}
+        expected = _dense_shape(module, name)[1:]
+        for e in range(_routed(module)):
             yield tuple(
-                self._run({p: [_read(_take(collected[p], e))] for p in patterns}, patterns, extra)[0]
-                for patterns in kinds
+                _first(self._run({p: readers[p](e) for p in patterns}, patterns, extra, expected))[0]
+                for patterns in self._kinds()
             )
 
-    def _whole_layer(self, patterns: list[str], collected: dict[str, list[Any]], extra: dict[str, Any]) -> Tensor:
-        """The stack that the model's own ops make of all experts at once, for ops that cannot run on one."""
-        return self._run({p: [_read(tensor) for tensor in collected.pop(p)] for p in patterns}, patterns, extra)
+    def _fill(self, module: nn.Module, name: str, experts: Iterable[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+        """From each expert's matrix, or its codes and scales, in turn."""
+        count, rows, columns = _canonical_shape(module, name)
+        out: Any = None
+        first: tuple[Tensor, ...] = ()
+        for e, parts in zip(range(count), experts, strict=False):
+            where = f"{name}, expert {e}"
+            tensor = self._canonical(_layout(module).is_transposed, where, parts)
+            _check_shape(tensor.blocks, (rows, columns // 2), where)
+            if out is None:
+                first, out = parts, self._room(module, name, count, tensor)
+            if isinstance(out, mxfp4.MXFP4Tensor):
+                out.blocks[e], out.scales[e] = tensor
+            else:
+                (out[e].mT if _layout(module).is_transposed else out[e]).copy_(tensor.dequantize(out.dtype))
+        return self._packed(module, name, out, first) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
-    def _run(self, tensors: dict[str, Any], patterns: list[str], extra: dict[str, Any]) -> Tensor:
+    def _room(self, module: nn.Module, name: str, count: int, like: mxfp4.MXFP4Tensor) -> mxfp4.MXFP4Tensor | Tensor:
+        """The tensors to fill, on the device of the first expert."""
+        if isinstance(module, MXFP4Experts):
+            return mxfp4.MXFP4Tensor(*(part.new_empty(count, *part.shape) for part in like))
+        parameter = module.get_parameter(name.rpartition(".")[2])
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=like.blocks.device)
+
+    def _kinds(self) -> list[list[str]]:
+        """Source patterns of dense weights; or of codes, and of scales."""
+        length = len(self.source_patterns) // (2 if self.task.dialect else 1)
+        return [self.source_patterns[:length], self.source_patterns[length:]][: 2 if self.task.dialect else 1]
+
+    def _run(
+        self, tensors: dict[str, Any], patterns: list[str], extra: dict[str, Any], expected: tuple[int, ...] | None
+    ) -> dict[str, Any]:
+        """The model's own ops on one expert, whose dense matrix has the shape `expected`, or on all (None)."""
         for op in self.operations:
-            tensors = op.convert(tensors, source_patterns=patterns, target_patterns=self.target_patterns, **extra)
-        return _first(tensors)
+            if isinstance(op, Transpose) and expected is not None:
+                tensor = _first(tensors)
+                turn = not op.check_dims or tuple(tensor.shape[1:]) != expected
+                tensors = {next(iter(tensors)): tensor.transpose(op.dim0, op.dim1) if turn else tensor}
+            else:
+                tensors = op.convert(tensors, source_patterns=patterns, target_patterns=self.dense_targets, **extra)
+        return tensors
 
-    def _canonical(self, module: nn.Module, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
+    def _check_stacks(self, module: nn.Module, name: str, stacks: list[Tensor]) -> None:
+        """Every stack has as many experts as the model."""
+        for stack in stacks:
+            if stack.shape[0] not in _counts(module, name):
+                raise CheckpointError(
+                    f"{name}: the model has {_routed(module)} experts, the checkpoint has {stack.shape[0]}"
+                    f" ({self._keys()})"
+                )
+
+    def _check_complete(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> None:
+        """Every source has as many tensors as there are experts."""
+        for pattern in self.source_patterns:
+            found, count = len(collected.get(pattern, ())), _routed(module)
+            if found in _counts(module, name):
+                continue
+            regex = re.compile(pattern.replace("*.", r"(\d+)\."))
+            held = {int(match[1]) for keys in self.layer_targets.values() for k in keys if (match := regex.search(k))}
+            missing = [str(e) for e in range(count) if e not in held]
+            where = f"; missing of experts {', '.join(missing)}" if missing else ""
+            raise CheckpointError(
+                f"{name}: the model has {count} experts, the checkpoint has {found} of {_plain(pattern)}{where}"
+            )
+
+    def _keys(self) -> str:
+        return ", ".join(sorted(key for keys in self.layer_targets.values() for key in keys))
+
+    def _canonical(self, is_transposed: bool, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
         if len(parts) == 2:
             return mxfp4.canonical(*parts)
-        matrix = parts[0].mT if module.is_transposed else parts[0]
+        matrix = parts[0].mT if is_transposed else parts[0]
         mxfp4.check_width(matrix.shape, name)
         return mxfp4.quantize(matrix, *self.task.rules, name=name)
 
-    def _packed(self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: list[str]) -> dict[str, Tensor]:
-        if isinstance(module, MXFP4Experts):
-            module.source = self._source(dtypes)
+    def _packed(
+        self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, sources: Iterable[Tensor]
+    ) -> dict[str, Tensor]:
+        """What the loader is to set, and the module told of it."""
         proj = name.rpartition(".")[2]
+        module.source = self._source(tuple(str(part.dtype).removeprefix("torch.") for part in sources))
         result = {}
         for suffix, part in zip(("_blocks", "_scales"), tensor, strict=True):
             # While dense experts load, the parameter stands on meta in their dtype (see MXFP4HfQuantizer); from here
@@ -217,16 +277,12 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             result[name + suffix] = part
         return result
 
-    def _source(self, dtypes: list[str]) -> Source:
-        layout = "stacked" if isinstance(self.operations[0], KeepStack) else "per expert"
-        if self.task.dialect is None:
-            rule, ties = self.task.rules
-            return Source(f"dense, {layout}", tuple(dtypes), f"quantized: {rule}, ties {ties}")
-        return Source(self.task.dialect.name, tuple(dtypes), "kept byte for byte")
-
-    def _dense_stack(self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor) -> Tensor:
-        parameter = module.get_parameter(name.rpartition(".")[2])
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=tensor.blocks.device)
+    def _source(self, dtypes: tuple[str, ...]) -> Any:
+        if self.task.dialect is not None:
+            return Source(self.task.dialect.name, dtypes, "kept byte for byte")
+        layout = "per expert" if any("*" in pattern for pattern in self.source_patterns) else "stacked"
+        rule, ties = self.task.rules
+        return Source(f"dense, {layout}", dtypes, f"quantized: {rule}, ties {ties}")
 
 
 class DecodeLinear(ConversionOps):  # type: ignore[misc]
@@ -321,12 +377,37 @@ def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:
     return converter
 
 
+def _layout(module: nn.Module) -> Layout:
+    layout = layout_of(module)
+    assert layout is not None
+    return layout
+
+
+def _routed(module: nn.Module) -> int:
+    """E, the number of experts of a module, packed or dense, that have weights."""
+    count: int = getattr(module, _layout(module).experts)
+    return count
+
+
+def _dense_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    proj = name.rpartition(".")[2]
+    return module.dense_shape(proj) if isinstance(module, MXFP4Experts) else tuple(module.get_parameter(proj).shape)
+
+
 def _canonical_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
     """[E, N, K] of a projection, packed or dense."""
-    proj = name.rpartition(".")[2]
-    shape = module.dense_shape(proj) if isinstance(module, MXFP4Experts) else tuple(getattr(module, proj).shape)
-    count, a, b = shape
-    return (count, b, a) if module.is_transposed else (count, a, b)
+    _, a, b = _dense_shape(module, name)
+    return (_routed(module), b, a) if _layout(module).is_transposed else (_routed(module), a, b)
+
+
+def _counts(module: nn.Module, name: str) -> set[int]:
+    """How many experts a checkpoint may hold: those with weights, or all that the dense class has room for."""
+    return {_routed(module), _dense_shape(module, name)[0]}
+
+
+def _plain(pattern: str) -> str:
+    """A source pattern as it would stand in a file."""
+    return pattern.removesuffix("(?:$)").removesuffix("$").replace("\\", "")
 
 
 def _take(tensors: list[Any], index: int) -> Any:
@@ -347,10 +428,6 @@ def _first(tensors: dict[str, Any]) -> Tensor:
     value = next(iter(tensors.values()))
     tensor: Tensor = value[0] if isinstance(value, list) else value
     return tensor
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:

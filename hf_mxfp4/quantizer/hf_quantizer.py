@@ -11,13 +11,15 @@ import copy
 from typing import Any, ClassVar
 
 import torch
+from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from ..experts import MXFP4Experts, find_experts, projections
+from ..experts import MXFP4Experts, find_experts
+from ..families import projections, unpackable
 from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
 from .config import MXFP4Config, names_mxfp4
 from .conversion import DecodeLinear, ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions, scoped_like
@@ -68,8 +70,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         skip = config.modules_to_not_convert
         converted = {} if config.dequantize else {n: m for n, m in experts.items() if should_convert_module(n, skip)}
         if not experts or not (converted or config.dequantize):
-            left_out = f" outside modules_to_not_convert = {skip}" if experts else ""
-            raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{left_out}")
+            others = unpackable(model)
+            hint = f" outside modules_to_not_convert = {skip}" if experts else ""
+            hint = f"; its {', '.join(others)} cannot be packed" if others and not experts else hint
+            raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{hint}")
         self._refuse_kernels(model, converted, use_kernels)
         self._model_type = model.config.model_type
         self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
@@ -102,6 +106,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                         packed.register_parameter(proj + suffix, nn.Parameter(stand_in, requires_grad=False))
             model.set_submodule(name, packed)
             swapped[name] = packed
+        _retie(model)
         return swapped
 
     def _refuse_kernels(self, model: nn.Module, dense: dict[str, nn.Module], use_kernels: bool) -> None:
@@ -151,15 +156,15 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """
         assert self._task is not None
         dialect = self._task.dialect
-        stored = [".weight"] if dialect is None else [dialect.blocks, dialect.scales]
-        bases = [pattern.removesuffix(".weight") for pattern in original._original_source_patterns]
+        sources = list(original._original_source_patterns)
+        if dialect is not None:
+            bases = [pattern.removesuffix(".weight") for pattern in sources]
+            sources = [base + ending for ending in (dialect.blocks, dialect.scales) for base in bases]
         # Packed rows are output rows in every layout, so that what transposes dense weights has nothing to do.
         operations = [op for op in original.operations if dialect is None or not isinstance(op, Transpose)]
+        targets = list(original._original_target_patterns)
         converter = ExpertsConverter(
-            [f"{base}{ending}{anchor}" for ending in stored for base in bases],
-            [f"{original._original_target_patterns[0]}{suffix}"],
-            operations,
-            self._task,
+            [source + anchor for source in sources], targets[0] + suffix, operations, targets, self._task
         )
         return scoped_like(original, converter)
 
@@ -171,7 +176,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         stored = [""] if dialect is None else [dialect.blocks, dialect.scales]
         return [
             ExpertsConverter(
-                [f"{leaf}{ending}{anchor}" for ending in stored], [leaf + suffix], [KeepStack()], self._task
+                [f"{leaf}{ending}{anchor}" for ending in stored], leaf + suffix, [KeepStack()], [leaf], self._task
             )
             for leaf in leaves
         ]
@@ -208,10 +213,11 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
         self._task = None
 
-    def _check_filled(self, model: nn.Module, task: Task) -> None:
+    def _check_filled(self, model: Any, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
         packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
-        lost = sorted({full + suffix for full in packed for suffix in ("_blocks", "_scales")} - task.filled)
+        expected = {full + suffix for full in packed for suffix in ("_blocks", "_scales")}
+        lost = sorted(expected - task.filled - model.all_tied_weights_keys.keys())
         report = task.reports[0] if task.reports else None
         if report is not None:
             owners = {name for name, _ in find_experts(model)}
@@ -242,7 +248,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         resolved: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after a save
         for name, module in list(find_experts(model)):
             if isinstance(module, MXFP4Experts):
-                model.set_submodule(name, module.dequantize(resolved))
+                dense = module.dequantize(resolved)
+                if (hook := getattr(module, "_hf_hook", None)) is not None:
+                    add_hook_to_module(dense, hook)
+                model.set_submodule(name, dense)
         return model
 
     def remove_quantization_config(self, model: nn.Module) -> None:
@@ -264,6 +273,17 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def is_compileable(self) -> bool:
         """Yes: the forward is made of ops that torch.compile knows."""
         return True
+
+
+def _retie(model: nn.Module) -> None:
+    """Ties packed projections where the model tied dense ones."""
+    for module in model.modules():
+        tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+        for target, source in list(tied.items()):
+            owner, _, proj = target.rpartition(".")
+            if proj in _PROJECTIONS and isinstance(module.get_submodule(owner), MXFP4Experts):
+                del tied[target]
+                tied.update({target + suffix: source + suffix for suffix in ("_blocks", "_scales")})
 
 
 def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list[WeightConverter]:

@@ -1,0 +1,91 @@
+"""How Transformers' experts classes hold and take what they work with.
+
+Nearly all carry the decorator `use_experts_implementation`, whose flags say it. The few others that can be packed have
+a row in `UNDECORATED`. E experts with weights, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Layout(NamedTuple):
+    """What an experts class is like.
+
+    Attributes:
+        has_gate: the first projection is `gate_up_proj`, gate and up; otherwise `up_proj`.
+        has_bias: projections have biases, `{proj}_bias` [E, N].
+        is_transposed: weights are [E, K, N], not [E, N, K].
+        is_grouped: tokens come in grouped by expert, an equal number for each, and go out so, without weights.
+        experts: the attribute that says how many experts have weights.
+        identities: the attribute that says how many experts follow these that give back the token itself, or None.
+    """
+
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_grouped: bool = False
+    experts: str = "num_experts"
+    identities: str | None = None
+
+    @property
+    def projections(self) -> tuple[str, str]:
+        """The names of the two projections."""
+        return ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+
+
+UNDECORATED = {
+    "Llama4TextExperts": Layout(is_transposed=True, is_grouped=True),
+    "LongcatFlashExperts": Layout(experts="num_routed_experts", identities="zero_expert_num"),
+    "Step3p7Experts": Layout(),
+}
+"""Experts classes without the decorator, by name."""
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
+_LOOKS_LIKE_EXPERTS = re.compile(r"Experts?|M[oO]E")
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout of an experts module, dense or packed, which carries its own; None for any other module."""
+    own = getattr(module, "layout", None)
+    if isinstance(own, Layout):
+        return own
+    if all(hasattr(module, flag) for flag in _FLAGS):
+        has_gate, has_bias, is_transposed = (bool(getattr(module, flag)) for flag in _FLAGS)
+        layout: Layout | None = Layout(has_gate, has_bias, is_transposed)
+    else:
+        layout = UNDECORATED.get(type(module).__name__)
+    return layout if layout is not None and len(_parameters(module, layout)) == 2 else None
+
+
+def projections(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The projections of a dense experts module by name, [E, N, K] or transposed; empty for any other module."""
+    layout = layout_of(module)
+    return {} if layout is None or hasattr(module, "layout") else _parameters(module, layout)
+
+
+def unpackable(model: nn.Module) -> list[str]:
+    """The classes in a model that by their name hold experts, and cannot be packed."""
+    names = {type(module).__name__ for module in model.modules() if layout_of(module) is None}
+    return sorted(name for name in names if _LOOKS_LIKE_EXPERTS.search(name) and not name.endswith("Model"))
+
+
+def expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of small MLPs, one an expert, as models from a repository's own code often have them: by name.
+
+    Such a list is called `experts`, and every expert in it has two linear layers or more.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module):
+            linears = [[layer for layer in expert.modules() if isinstance(layer, nn.Linear)] for expert in module]
+            if all(len(layers) >= 2 for layers in linears):
+                yield name, module
+
+
+def _parameters(module: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+    found = {name: getattr(module, name, None) for name in layout.projections}
+    return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and p.ndim == 3}
