@@ -44,6 +44,7 @@ QUANTIZE_CHUNK_BYTES = 8 << 20
 """Working memory that `quantize` allows itself, in bytes, whatever the size of the weight."""
 
 _WORKING_BYTES_PER_WEIGHT = 16
+_DEQUANTIZE_BLOCKS = 1 << 15
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
@@ -54,15 +55,14 @@ _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, Fa
 # exponent: `even` from 1.75 * 2^n on, `rceil` above 1.5 * 2^n.
 _CARRY = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF}
 
-# The pair table: byte -> (value of its low nibble, value of its high nibble), viewed as one integer so that a single
+# The pair table: byte -> (value of its low nibble, value of its high nibble), viewed as one number so that a single
 # index_select decodes two weights. And byte -> scale. Both exact in each dtype (float16 has no room for the scales).
-_PAIR_INT = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+_PAIR_INT = {torch.bfloat16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}
 _VALUES = torch.tensor(E2M1_VALUES, dtype=torch.float64)
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=-1)
 _POWERS = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
 _POWERS[SCALE_NAN] = float("nan")
-_PAIR_TABLES = {dtype: _PAIRS.to(dtype).view(integer).squeeze(-1) for dtype, integer in _PAIR_INT.items()}
-_PAIR_TABLES[torch.float64] = _PAIRS
+_PAIR_TABLES = {dtype: _PAIRS.to(dtype).view(-1).view(pair) for dtype, pair in _PAIR_INT.items()}
 _POWER_TABLES = {dtype: _POWERS.to(dtype) for dtype in _PAIR_TABLES}
 
 
@@ -180,10 +180,33 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
         raise TypeError(f"dtype is {dtype}; dequantize gives a floating point tensor")
     blocks, scales = canonical(blocks, scales)
     compute = dtype if dtype in _PAIR_TABLES else torch.float32
-    pairs, powers = _PAIR_TABLES[compute].to(blocks.device), _POWER_TABLES[compute].to(blocks.device)
-    values = pairs.index_select(0, blocks.reshape(-1).int()).view(compute).view(*scales.shape, BLOCK_SIZE)
+    out = torch.empty(*blocks.shape[:-1], 2 * blocks.shape[-1], dtype=compute, device=blocks.device)
+    flat, powers, values = blocks.reshape(-1, 16), scales.reshape(-1), out.view(-1, BLOCK_SIZE)
+    index = torch.empty(min(blocks.numel(), 16 * _DEQUANTIZE_BLOCKS), dtype=torch.int32, device=blocks.device)
+    for top in range(0, flat.shape[0], _DEQUANTIZE_BLOCKS):
+        part = slice(top, top + _DEQUANTIZE_BLOCKS)
+        dequantize_into(flat[part], powers[part, None], values[part], index)
+    return out.to(dtype)
+
+
+def dequantize_into(blocks: Tensor, scales: Tensor, out: Tensor, index: Tensor) -> Tensor:
+    """`dequantize` into memory that is used again: fresh memory for each expert costs more than the decode.
+
+    Args:
+        blocks: uint8 [..., K / 2].
+        scales: uint8 [..., K / 32].
+        out: bfloat16, float32 or float64 [..., K], contiguous, overwritten.
+        index: int32, contiguous, at least as many as there are bytes in `blocks`, overwritten.
+
+    Returns:
+        `out`.
+    """
+    pairs, powers = _PAIR_TABLES[out.dtype].to(out.device), _POWER_TABLES[out.dtype].to(out.device)
+    index = index[: blocks.numel()].copy_(blocks.reshape(-1))
+    torch.index_select(pairs, 0, index, out=out.view(-1).view(_PAIR_INT[out.dtype]))
+    values = out.view(*scales.shape, BLOCK_SIZE)
     values.mul_(powers.index_select(0, scales.reshape(-1).int()).view(*scales.shape, 1))
-    return values.view(*blocks.shape[:-1], 2 * blocks.shape[-1]).to(dtype)
+    return out
 
 
 def _quantize_into(

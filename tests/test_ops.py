@@ -65,14 +65,13 @@ def mixture(decode):
 def decodes(monkeypatch):
     """What the reference backend decodes: for each call the bytes, and a weak reference to the result's memory."""
     calls = []
-    original = reference.dequantize
+    original = reference.dequantize_into
 
-    def dequantize(blocks, scales, dtype):
-        out = original(blocks, scales, dtype)
+    def dequantize_into(blocks, scales, out, index):
         calls.append((blocks.clone(), StorageWeakRef(out.untyped_storage())))
-        return out
+        return original(blocks, scales, out, index)
 
-    monkeypatch.setattr(reference, "dequantize", dequantize)
+    monkeypatch.setattr(reference, "dequantize_into", dequantize_into)
     return calls
 
 
@@ -284,31 +283,32 @@ def test_a_nan_token_or_route_reaches_its_own_row_only(routed):
 # mxfp4_expert_linear: what it reads, keeps and leaves alone
 
 
+@pytest.mark.parametrize("rows", [64, 1], ids=["an expert at a time", "a row at a time"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_only_selected_experts_are_decoded_each_once_and_dropped(grad, routed, decodes):
+def test_only_selected_experts_are_decoded_each_once_and_dropped(grad, rows, routed, decodes, monkeypatch):
     arguments = routed(tokens=40, k=3, experts=9)
     ids = torch.tensor([7, 2, 4, -1, 9])[torch.arange(120).view(40, 3) % 5]
     arguments |= {"selected_experts": ids, "latent_tokens": arguments["latent_tokens"].requires_grad_(grad)}
-    mxfp4_expert_linear(**arguments)
     blocks = arguments["packed_weights"]
-    assert len(decodes) == 3
-    for decoded, _ in decodes:  # one of the three selected ones, a different one each time
-        assert sum(torch.equal(decoded, blocks[e]) for e in (2, 4, 7)) == 1
-    assert len({decoded.numpy().tobytes() for decoded, _ in decodes}) == 3
+    row_bytes = 2 * blocks[0, 0].numel() * 4
+    monkeypatch.setattr(reference, "_DECODED_BYTES", rows * row_bytes)
+    mxfp4_expert_linear(**arguments)
+    assert torch.equal(torch.cat([decoded for decoded, _ in decodes]), torch.cat([blocks[e] for e in (2, 4, 7)]))
+    assert all(decoded.shape[0] <= rows for decoded, _ in decodes)
     assert all(memory.expired() for _, memory in decodes)
 
 
-def test_one_decoded_expert_at_a_time(routed, decodes, monkeypatch):
-    arguments = routed(tokens=40, k=3, experts=9)
-    counted = reference.dequantize
+def test_decoded_weights_are_in_one_place_only(routed, decodes, monkeypatch):
+    places, counted = set(), reference.dequantize_into
 
-    def dequantize(*args):
-        assert all(memory.expired() for _, memory in decodes[:-1])
-        return counted(*args)
+    def dequantize_into(blocks, scales, out, index):
+        places.add(out.untyped_storage().data_ptr())
+        return counted(blocks, scales, out, index)
 
-    monkeypatch.setattr(reference, "dequantize", dequantize)
-    mxfp4_expert_linear(**arguments)
+    monkeypatch.setattr(reference, "dequantize_into", dequantize_into)
+    mxfp4_expert_linear(**routed(tokens=40, k=3, experts=9))
     assert len(decodes) == 9
+    assert len(places) == 1
 
 
 def test_nothing_is_decoded_where_nothing_is_selected(routed, decodes):

@@ -96,23 +96,23 @@ def test_check_of_experts_that_are_all_zero_finds_no_error(stock_experts):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
-def swapped_nibbles(blocks, scales, dtype):
-    return mxfp4.dequantize(blocks << 4 | blocks >> 4, scales, dtype)
+def swapped_nibbles(blocks, scales, out, index):
+    return mxfp4.dequantize_into(blocks << 4 | blocks >> 4, scales, out, index)
 
 
-def scale_one_too_big(blocks, scales, dtype):
-    return mxfp4.dequantize(blocks, scales + 1, dtype)
+def scale_one_too_big(blocks, scales, out, index):
+    return mxfp4.dequantize_into(blocks, scales + 1, out, index)
 
 
-def minus_as_plus(blocks, scales, dtype):
-    return mxfp4.dequantize(blocks & 0x7F, scales, dtype)
+def minus_as_plus(blocks, scales, out, index):
+    return mxfp4.dequantize_into(blocks & 0x7F, scales, out, index)
 
 
 @pytest.mark.parametrize("wrong", [swapped_nibbles, scale_one_too_big, minus_as_plus])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_check_finds_a_wrong_decode(family, wrong, model_of, monkeypatch):
     model = model_of(f"packed {family}")
-    monkeypatch.setattr(reference, "dequantize", wrong)
+    monkeypatch.setattr(reference, "dequantize_into", wrong)
     assert packed_report(model, check=True).rows[0].error > 0.05
 
 

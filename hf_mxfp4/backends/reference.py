@@ -1,7 +1,7 @@
 """The ops in plain torch, on any device: the oracle for the other backends and the path of last resort.
 
-One expert at a time is decoded, used and dropped, so the working memory is one expert's weights. E experts, N output
-features, K input features, S rows sorted by expert.
+Weights are decoded a few hundred rows of one expert at a time, into memory that the whole call uses again, and are
+multiplied before the next rows are decoded. E experts, N output features, K input features, S rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..mxfp4 import dequantize
+from ..mxfp4 import dequantize_into
+
+_DECODED_BYTES = 4 << 20
+"""Decoded weights held at a time: few enough to be still in cache when they are multiplied."""
 
 
 def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool) -> Tensor:
@@ -27,12 +30,19 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
     Returns:
         [S, N], or [S, K] with `transpose`, in the dtype of `x`; zeros in rows past offsets[E].
     """
-    width = 2 * blocks.shape[2] if transpose else blocks.shape[1]
-    bounds = offsets.tolist()
-    out = x.new_empty(x.shape[0], width)
-    out[bounds[-1] :].zero_()
-    for expert, (start, stop) in enumerate(pairwise(bounds)):
-        if start < stop:
-            weight = dequantize(blocks[expert].to(x.device), scales[expert].to(x.device), x.dtype)
-            torch.mm(x[start:stop], weight if transpose else weight.t(), out=out[start:stop])
+    _, features, half = blocks.shape
+    out = x.new_zeros(x.shape[0], 2 * half if transpose else features)
+    step = min(features, max(1, _DECODED_BYTES // (2 * half * x.element_size())))
+    room, index = x.new_empty(step, 2 * half), x.new_empty(step * half, dtype=torch.int32)
+    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        if start == stop:
+            continue
+        codes, powers = blocks[expert].to(x.device), scales[expert].to(x.device)
+        for top in range(0, features, step):
+            rows = slice(top, min(top + step, features))
+            weight = dequantize_into(codes[rows], powers[rows], room[: rows.stop - top], index)
+            if transpose:
+                torch.addmm(out[start:stop], x[start:stop, rows], weight, out=out[start:stop])
+            else:
+                torch.mm(x[start:stop], weight.t(), out=out[start:stop, rows])
     return out
