@@ -10,5 +10,8 @@ def test_memory_stays_within_half_a_layers_experts_of_the_end(tmp_path):
     spec = importlib.util.spec_from_file_location("load_memory", BENCHMARK)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    figures = benchmark.measure(benchmark.Sizes(layers=4, experts=32, hidden=768, intermediate=512), tmp_path)
-    print(figures)
+    sizes = benchmark.Sizes(layers=4, experts=32, hidden=768, intermediate=512)
+    figures = benchmark.measure(sizes, tmp_path)
+    assert figures.packed_bytes == figures.expert_weights * 17 // 32
+    assert figures.peak_bytes - figures.final_bytes <= sizes.layer_bytes / 2
+    assert figures.peak_bytes - figures.packed_bytes <= sizes.layer_bytes / 2  # what is kept is the packed bytes
