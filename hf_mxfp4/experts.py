@@ -9,23 +9,14 @@ E experts, T tokens, k experts a token, H hidden size, I intermediate size. A Tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from . import mxfp4, ops, routing
-from .backends import Choice, choose
 from .families import Layout, layout_of, projections
-
-
-class Source(NamedTuple):
-    """Where packed weights came from: the layout on disk, the dtypes there, and what made them what is held."""
-
-    format: str
-    dtypes: tuple[str, ...]
-    conversion: str
+from .packed import PACKED_ATTRIBUTES, PackedModule, Source
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -35,17 +26,11 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-class MXFP4Experts(nn.Module):
-    """The experts of a MoE layer, packed in MXFP4.
-
-    Packed tensors are uint8 parameters, because buffers are neither offloaded to disk nor sharded; they need no
-    gradient and casts leave them alone. Gradients reach the hidden states, the routing weights and any bias.
-    """
+class MXFP4Experts(PackedModule):
+    """The experts of a MoE layer, packed in MXFP4. Gradients reach hidden states, routing weights and any bias."""
 
     layout: Layout
     """What the class that this module stands for is like."""
-    dense_class: Any
-    """The Transformers class that this module stands for."""
     act_fn: nn.Module
     post_expert_norm: nn.Module
 
@@ -66,19 +51,12 @@ class MXFP4Experts(nn.Module):
             raise ValueError(f"{name} is a {type(experts).__name__}, which has no 3-D expert projections to pack")
         _copy_shell(experts, self, skip=tuple(dense))
         self.training = experts.training
+        self._pack_init(type(experts), dense["down_proj"].dtype, backend)
         self.layout = layout
-        self.dense_class = type(experts)
-        self.dense_dtype = dense["down_proj"].dtype
         self.dense_counts = {proj: weight.shape[0] for proj, weight in dense.items()}
-        self.requested_backend = backend
-        self.source: Source | None = None
-        self._choices: dict[str, Choice] = {}
         for proj, weight in dense.items():
             _, rows, columns = weight.mT.shape if layout.is_transposed else weight.shape
-            mxfp4.check_width((rows, columns), f"{name}.{proj}")
-            for suffix, width in (("blocks", columns // 2), ("scales", columns // mxfp4.BLOCK_SIZE)):
-                packed = torch.empty(self.num_routed, rows, width, dtype=torch.uint8, device=weight.device)
-                self.register_parameter(f"{proj}_{suffix}", nn.Parameter(packed, requires_grad=False))
+            self._make_room(proj, (self.num_routed, rows, columns), f"{name}.{proj}", weight.device)
 
     @classmethod
     def from_dense(
@@ -113,7 +91,7 @@ class MXFP4Experts(nn.Module):
         return packed
 
     @property
-    def projection_names(self) -> tuple[str, str]:
+    def projection_names(self) -> tuple[str, ...]:  # type: ignore[override]  # read from the layout
         """The names of the two projections."""
         return self.layout.projections
 
@@ -123,21 +101,11 @@ class MXFP4Experts(nn.Module):
         count: int = getattr(self, self.layout.experts)
         return count
 
-    def packed(self, proj: str) -> mxfp4.MXFP4Tensor:
-        """The packed bytes of a projection: `blocks` uint8 [E, out, in / 2], `scales` uint8 [E, out, in / 32]."""
-        return mxfp4.MXFP4Tensor(self.get_parameter(f"{proj}_blocks").data, self.get_parameter(f"{proj}_scales").data)
-
     def dense_shape(self, proj: str) -> tuple[int, int, int]:
         """The shape of a projection in the class that this module stands for."""
         experts, rows, half = self.get_parameter(f"{proj}_blocks").shape
         experts = max(experts, self.dense_counts[proj]) if self.layout.identities else experts
         return (experts, 2 * half, rows) if self.layout.is_transposed else (experts, rows, 2 * half)
-
-    def backend_choice(self, device_type: str) -> Choice:
-        """The backend that runs on a device, and why: chosen at the first call, then kept."""
-        if device_type not in self._choices:
-            self._choices[device_type] = choose(self.requested_backend, device_type)
-        return self._choices[device_type]
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
@@ -189,9 +157,7 @@ class MXFP4Experts(nn.Module):
         _copy_shell(self, dense, skip=(*own, *_OWN_ATTRIBUTES))
         dense.training = self.training
         for proj in self.projection_names:
-            blocks, scales = self.packed(proj)
-            if blocks.is_meta:
-                raise ValueError(f"{proj} is offloaded and cannot be dequantized; load the model without offloading")
+            blocks, scales = self.packed_here(proj)
             weight = torch.zeros(self.dense_shape(proj), dtype=dtype or self.dense_dtype, device=blocks.device)
             for e in range(blocks.shape[0]):
                 (weight[e].mT if self.layout.is_transposed else weight[e]).copy_(
@@ -199,12 +165,6 @@ class MXFP4Experts(nn.Module):
                 )
             dense.register_parameter(proj, nn.Parameter(weight))
         return dense if dtype is None else dense.to(dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MXFP4Experts:
-        """As for any module; casts leave packed bytes alone, so the dtype that weights would have is kept beside."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
-        return self
 
     def extra_repr(self) -> str:
         """One line for printed models."""
@@ -238,21 +198,13 @@ class MXFP4Experts(nn.Module):
             gated = own(self, gate_up)
         return gated
 
-    def _dense_stand_in(self, proj: str) -> nn.Parameter:
-        """A parameter on meta with the dense shape, for model code that looks at the projection it once had."""
-        if proj not in self.projection_names:
-            raise AttributeError(f"{type(self).__name__} for {self.dense_class.__name__} has no {proj}")
-        stand_in = nn.Parameter(torch.empty(self.dense_shape(proj), dtype=self.dense_dtype, device="meta"))
-        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that Transformers looks at
-        return stand_in
-
-    gate_up_proj = property(lambda self: self._dense_stand_in("gate_up_proj"))
-    up_proj = property(lambda self: self._dense_stand_in("up_proj"))
-    down_proj = property(lambda self: self._dense_stand_in("down_proj"))
+    gate_up_proj = property(lambda self: self._stand_in("gate_up_proj"))
+    up_proj = property(lambda self: self._stand_in("up_proj"))
+    down_proj = property(lambda self: self._stand_in("down_proj"))
 
 
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
-_OWN_ATTRIBUTES = ("layout", "dense_class", "dense_dtype", "dense_counts", "requested_backend", "source", "_choices")
+_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts")
 
 
 def _copy_shell(source: nn.Module, target: nn.Module, skip: tuple[str, ...]) -> None:

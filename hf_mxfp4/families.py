@@ -74,15 +74,22 @@ def unpackable(model: nn.Module) -> list[str]:
     return sorted(name for name in names if _LOOKS_LIKE_EXPERTS.search(name) and not name.endswith("Model"))
 
 
-def expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of small MLPs, one an expert, as models from a repository's own code often have them: by name.
+def expert_lists(model: nn.Module, *linear: type[nn.Module]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of small MLPs, one an expert, as models with code of their own often have them: by name.
 
     Such a list is called `experts`, and every expert in it has two linear layers or more.
+
+    Args:
+        model: any module.
+        linear: the classes that count as linear layers.
+
+    Yields:
+        The name of a list and the list.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module):
-            linears = [[layer for layer in expert.modules() if isinstance(layer, nn.Linear)] for expert in module]
-            if all(len(layers) >= 2 for layers in linears):
+            counts = [sum(isinstance(layer, linear) for layer in expert.modules()) for expert in module]
+            if min(counts) >= 2:
                 yield name, module
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .experts import MXFP4Experts, find_experts
-from .families import projections
+from .families import expert_lists, projections
+from .linear import MXFP4Linear
 from .mxfp4 import BLOCK_SIZE, SCALE_NAN
+from .packed import PackedModule
 
 _CHECK_TOKENS = 4
 
@@ -118,9 +122,8 @@ def packed_report(model: nn.Module, check: bool = False) -> PackedReport:
     Returns:
         A row for each experts module, packed or dense; none for a model without experts.
     """
-    rows = []
-    for name, module in find_experts(model):
-        rows.append(_packed_row(name, module, check) if isinstance(module, MXFP4Experts) else _dense_row(name, module))
+    rows = [_stack_row(name, module, check) for name, module in find_experts(model)]
+    rows += [_list_row(name, experts, check) for name, experts in expert_lists(model, nn.Linear, MXFP4Linear)]
     return PackedReport(tuple(rows))
 
 
@@ -145,15 +148,30 @@ def assert_packed(model: nn.Module) -> None:
         raise NotPackedError(f"{len(dense)} of {len(report.rows)} experts modules are not packed: {', '.join(dense)}")
 
 
-def _packed_row(name: str, module: MXFP4Experts, check: bool) -> ModuleReport:
-    parts = [part for proj in module.projection_names for part in module.packed(proj)]
-    size = sum(part.numel() for part in parts)
+def _stack_row(name: str, module: nn.Module, check: bool) -> ModuleReport:
+    """The row of an experts module whose projections hold all experts."""
+    if isinstance(module, MXFP4Experts):
+        return _packed_row(name, module.dense_class, [module], check)
+    return _dense_row(name, type(module), list(projections(module).values()))
+
+
+def _list_row(name: str, experts: nn.ModuleList, check: bool) -> ModuleReport:
+    """The row of a list of small MLPs, packed if all their linear layers are."""
+    dense = [layer.weight for layer in experts.modules() if isinstance(layer, nn.Linear)]
+    if dense:
+        return _dense_row(name, type(experts[0]), dense)
+    return _packed_row(name, type(experts[0]), [m for m in experts.modules() if isinstance(m, MXFP4Linear)], check)
+
+
+def _packed_row(name: str, experts_class: type, modules: Sequence[PackedModule], check: bool) -> ModuleReport:
+    parts = [part for module in modules for proj in module.projection_names for part in module.packed(proj)]
     device = parts[0].device
-    choice = module.backend_choice(device.type if device.type != "meta" else "cpu")
-    source = module.source
+    choice = modules[0].backend_choice(device.type if device.type != "meta" else "cpu")
+    source = modules[0].source
+    error = max(map(_backend_error, modules)) if check and device.type != "meta" else None
     return ModuleReport(
         name=name,
-        experts_class=module.dense_class.__name__,
+        experts_class=experts_class.__name__,
         packed=all(part.dtype is torch.uint8 for part in parts),
         source=source.format if source else "-",
         source_dtypes=source.dtypes if source else (),
@@ -163,17 +181,16 @@ def _packed_row(name: str, module: MXFP4Experts, check: bool) -> ModuleReport:
         reason=choice.reason,
         accumulator="float32",
         weights=sum(2 * part.numel() for part in parts[::2]),
-        bytes=size,
-        error=_backend_error(module) if check and device.type != "meta" else None,
+        bytes=sum(part.numel() for part in parts),
+        error=error,
     )
 
 
-def _dense_row(name: str, module: nn.Module) -> ModuleReport:
-    weights = list(projections(module).values())
+def _dense_row(name: str, experts_class: type, weights: Sequence[Tensor]) -> ModuleReport:
     dtype = str(weights[0].dtype).removeprefix("torch.")
     return ModuleReport(
         name=name,
-        experts_class=type(module).__name__,
+        experts_class=experts_class.__name__,
         packed=False,
         source="-",
         source_dtypes=(),
@@ -187,11 +204,33 @@ def _dense_row(name: str, module: nn.Module) -> ModuleReport:
     )
 
 
-def _backend_error(module: MXFP4Experts) -> float:
+def _backend_error(module: PackedModule) -> float:
     """Relative error of the module on random float32 tokens against an independent decode."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if isinstance(module, MXFP4Experts):
+            got, expected = _run_experts(module, generator)
+        else:
+            assert isinstance(module, MXFP4Linear)
+            got, expected = _run_linear(module, generator)
+    scale = expected.norm()
+    return float((got - expected).norm() / (scale if scale > 0 else 1))
+
+
+def _run_linear(module: MXFP4Linear, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What the layer gives for random tokens, and what it should give, in float64."""
+    blocks, scales = module.packed("weight")
+    tokens = torch.randn(_CHECK_TOKENS, module.in_features, generator=generator)
+    expected = tokens.double() @ _decode_bitwise(blocks.cpu(), scales.cpu()).T
+    if module.bias is not None:
+        expected += module.bias.double().cpu()
+    return module(tokens.to(blocks.device)).double().cpu(), expected
+
+
+def _run_experts(module: MXFP4Experts, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What the module gives for random tokens, two experts each, and what it should give, in float64."""
     blocks = module.packed(module.projection_names[0]).blocks
     count, width = blocks.shape[0], 2 * blocks.shape[2]
-    generator = torch.Generator().manual_seed(0)
     grouped = module.layout.is_grouped
     tokens = torch.randn(count if grouped else _CHECK_TOKENS, width, generator=generator)
     if grouped:
@@ -201,13 +240,11 @@ def _backend_error(module: MXFP4Experts) -> float:
         ids = torch.stack([torch.randperm(count, generator=generator)[: min(2, count)] for _ in tokens])
         weights = torch.rand(ids.shape, generator=generator)
         routes = (ids.to(blocks.device), weights.to(blocks.device))
-    with torch.no_grad():
-        got = module(tokens.to(blocks.device), *routes).double().cpu()
-        expected = torch.zeros_like(got)
-        for t, j in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
-            expected[t] += weights[t, j].double() * _expert_output(module, int(ids[t, j]), tokens[t].double())
-    scale = expected.norm()
-    return float((got - expected).norm() / (scale if scale > 0 else 1))
+    got = module(tokens.to(blocks.device), *routes).double().cpu()
+    expected = torch.zeros_like(got)
+    for t, j in product(range(ids.shape[0]), range(ids.shape[1])):
+        expected[t] += weights[t, j].double() * _expert_output(module, int(ids[t, j]), tokens[t].double())
+    return got, expected
 
 
 def _expert_output(module: MXFP4Experts, expert: int, token: Tensor) -> Tensor:

@@ -18,15 +18,15 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
-    SplitModulelist,
     Transpose,
     WeightConverter,
 )
 
 from .. import mxfp4
-from ..experts import MXFP4Experts, Source
+from ..experts import MXFP4Experts
 from ..families import Layout, layout_of
 from ..formats import CheckpointError, Dialect, stacked
+from ..packed import PackedModule, Source
 
 _Converter = TypeVar("_Converter", bound=WeightConverter)
 
@@ -51,6 +51,42 @@ class Task(NamedTuple):
     targets: dict[str, tuple[nn.Module, str]]
     filled: set[str]
     reports: list[Any]
+
+    def hand_over(
+        self,
+        module: PackedModule,
+        name: str,
+        tensor: mxfp4.MXFP4Tensor,
+        sources: Iterable[Tensor],
+        layout: str,
+    ) -> dict[str, Tensor]:
+        """What the loader is to set for the weight `name`, and the module told of it.
+
+        Args:
+            module: what holds the weight.
+            name: in full.
+            tensor: the packed weight.
+            sources: tensors of the checkpoint that it was made from, for their dtypes.
+            layout: of these, in words.
+
+        Returns:
+            The parameters by full name.
+        """
+        dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in sources)
+        if self.dialect is not None:
+            module.source = Source(self.dialect.name, dtypes, "kept byte for byte")
+        else:
+            module.source = Source(f"dense, {layout}", dtypes, f"quantized: {self.rules[0]}, ties {self.rules[1]}")
+        proj = name.rpartition(".")[2]
+        filled = {}
+        for suffix, part in zip(("_blocks", "_scales"), tensor, strict=True):
+            # While dense weights load, the parameter stands on meta in their dtype (see MXFP4HfQuantizer); from here
+            # on it is what it will be, which offloading to disk looks at.
+            meta = torch.empty(part.shape, dtype=torch.uint8, device="meta")
+            module.register_parameter(proj + suffix, nn.Parameter(meta, requires_grad=False))
+            filled[name + suffix] = part
+        self.filled.update(filled)
+        return filled
 
 
 class KeepStack(ConversionOps):  # type: ignore[misc]  # Transformers has no type marker
@@ -126,23 +162,20 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
         if isinstance(self.operations[0], KeepStack):
-            filled = self._fill_from_stacks(module, name, collected)
-        elif all(isinstance(op, STREAMED_OPS) for op in self.operations):
-            filled = self._fill(module, name, self._stream(module, name, collected, extra))
-        else:
-            filled = self._fill_from_whole_layer(name, collected, extra)
-        self.task.filled.update(filled)
-        return filled
+            return self._fill_from_stacks(module, name, collected)
+        if all(isinstance(op, STREAMED_OPS) for op in self.operations):
+            return self._fill(module, name, self._stream(module, name, collected, extra))
+        return self._fill_from_whole_layer(name, collected, extra)
 
     def _fill_from_stacks(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> dict[str, Tensor]:
         """From one tensor that holds all experts, or one of codes and one of scales."""
         for pattern in self.source_patterns:
             if len(collected.get(pattern, ())) != 1:
                 raise CheckpointError(f"{name}: the checkpoint has no tensor {_plain(pattern)}; it has {self._keys()}")
-        stacks = [_read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
+        stacks = [read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
         if len(stacks) == 2 and isinstance(module, MXFP4Experts):
             packed = stacked.decode(*stacks)
-            _check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
+            check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
             return self._packed(module, name, packed, stacks)
         self._check_stacks(module, name, stacks)
         return self._fill(module, name, zip(*stacks, strict=True))
@@ -153,7 +186,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         """By ops that need all experts of the layer at once, and may fill several modules."""
         outputs: dict[str, list[Tensor]] = {}
         for patterns in self._kinds():
-            tensors: dict[str, Any] = {p: [_read(t) for t in collected.pop(p)] for p in patterns if p in collected}
+            tensors: dict[str, Any] = {p: [read(t) for t in collected.pop(p)] for p in patterns if p in collected}
             for target, stack in self._run(tensors, patterns, extra, None).items():
                 outputs.setdefault(target, []).append(stack[0] if isinstance(stack, list) else stack)
         filled: dict[str, Tensor] = {}
@@ -175,15 +208,15 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         """
         if any("*" in pattern for pattern in self.source_patterns):
             self._check_complete(module, name, collected)
-            readers = {p: (lambda e, items=items: [_read(_take(items, e))]) for p, items in collected.items()}
+            readers = {p: (lambda e, items=items: [read(_take(items, e))]) for p, items in collected.items()}
         else:
-            stacks = {p: _read(items[0]) for p, items in collected.items()}
+            stacks = {p: read(items[0]) for p, items in collected.items()}
             self._check_stacks(module, name, list(stacks.values()))
             readers = {p: (lambda e, stack=stack: [stack[e : e + 1]]) for p, stack in stacks.items()}
         expected = _dense_shape(module, name)[1:]
         for e in range(_routed(module)):
             yield tuple(
-                _first(self._run({p: readers[p](e) for p in patterns}, patterns, extra, expected))[0]
+                first(self._run({p: readers[p](e) for p in patterns}, patterns, extra, expected))[0]
                 for patterns in self._kinds()
             )
 
@@ -191,18 +224,18 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         """From each expert's matrix, or its codes and scales, in turn."""
         count, rows, columns = _canonical_shape(module, name)
         out: Any = None
-        first: tuple[Tensor, ...] = ()
+        sources: tuple[Tensor, ...] = ()
         for e, parts in zip(range(count), experts, strict=False):
             where = f"{name}, expert {e}"
             tensor = self._canonical(_layout(module).is_transposed, where, parts)
-            _check_shape(tensor.blocks, (rows, columns // 2), where)
+            check_shape(tensor.blocks, (rows, columns // 2), where)
             if out is None:
-                first, out = parts, self._room(module, name, count, tensor)
+                sources, out = parts, self._room(module, name, count, tensor)
             if isinstance(out, mxfp4.MXFP4Tensor):
                 out.blocks[e], out.scales[e] = tensor
             else:
                 (out[e].mT if _layout(module).is_transposed else out[e]).copy_(tensor.dequantize(out.dtype))
-        return self._packed(module, name, out, first) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
+        return self._packed(module, name, out, sources) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
     def _room(self, module: nn.Module, name: str, count: int, like: mxfp4.MXFP4Tensor) -> mxfp4.MXFP4Tensor | Tensor:
         """The tensors to fill, on the device of the first expert."""
@@ -222,7 +255,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         """The model's own ops on one expert, whose dense matrix has the shape `expected`, or on all (None)."""
         for op in self.operations:
             if isinstance(op, Transpose) and expected is not None:
-                tensor = _first(tensors)
+                tensor = first(tensors)
                 turn = not op.check_dims or tuple(tensor.shape[1:]) != expected
                 tensors = {next(iter(tensors)): tensor.transpose(op.dim0, op.dim1) if turn else tensor}
             else:
@@ -265,108 +298,9 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     def _packed(
         self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, sources: Iterable[Tensor]
     ) -> dict[str, Tensor]:
-        """What the loader is to set, and the module told of it."""
-        proj = name.rpartition(".")[2]
-        module.source = self._source(tuple(str(part.dtype).removeprefix("torch.") for part in sources))
-        result = {}
-        for suffix, part in zip(("_blocks", "_scales"), tensor, strict=True):
-            # While dense experts load, the parameter stands on meta in their dtype (see MXFP4HfQuantizer); from here
-            # on it is what it will be, which offloading to disk looks at.
-            meta = torch.empty(part.shape, dtype=torch.uint8, device="meta")
-            module.register_parameter(proj + suffix, nn.Parameter(meta, requires_grad=False))
-            result[name + suffix] = part
-        return result
-
-    def _source(self, dtypes: tuple[str, ...]) -> Any:
-        if self.task.dialect is not None:
-            return Source(self.task.dialect.name, dtypes, "kept byte for byte")
+        assert isinstance(module, MXFP4Experts)
         layout = "per expert" if any("*" in pattern for pattern in self.source_patterns) else "stacked"
-        rule, ties = self.task.rules
-        return Source(f"dense, {layout}", dtypes, f"quantized: {rule}, ties {ties}")
-
-
-class DecodeLinear(ConversionOps):  # type: ignore[misc]
-    """Decodes a linear layer that is packed in the checkpoint and not one of the experts."""
-
-    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any) -> dict[str, Tensor]:
-        """The dense weight [N, K] in the parameter's dtype, from its codes and scales.
-
-        Raises:
-            CheckpointError: codes without scales, or the reverse.
-        """
-        name = kwargs["full_layer_name"]
-        if len(input_dict) != len(source_patterns):
-            raise CheckpointError(f"{name}: the checkpoint has {', '.join(input_dict)} without its other half")
-        packed, scale = (_first({pattern: input_dict[pattern]}) for pattern in source_patterns)
-        return {name: mxfp4.dequantize(packed, scale, kwargs["model"].get_parameter(name).dtype)}
-
-
-class StackExperts(MergeModulelist):  # type: ignore[misc]
-    """`MergeModulelist` whose reverse keeps dimensions of size one, which some versions of Transformers lose."""
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """A tensor for each expert."""
-        return SplitExperts(self.dim)
-
-
-class SplitExperts(SplitModulelist):  # type: ignore[misc]
-    """The reverse of `StackExperts`."""
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """Each expert's matrix, under the pattern's name with its number in the place of `*`."""
-        matrices = {}
-        for pattern, stack in input_dict.items():
-            name = target_patterns[0] if len(input_dict) == 1 else pattern
-            parts = _first({pattern: stack}).unbind(self.dim)
-            matrices.update({name.replace("*", str(e)): matrix for e, matrix in enumerate(parts)})
-        return matrices
-
-
-class StackedLayout(ConversionOps):  # type: ignore[misc]
-    """Between canonical `_blocks` and those of a stacked dialect, for saving."""
-
-    def __init__(self, dialect: Dialect, *, encode: bool) -> None:
-        """Encodes to `dialect`, or decodes from it."""
-        self.dialect = dialect
-        self.encode = encode
-
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """The one tensor of codes, in the other shape."""
-        blocks = _first(input_dict)
-        if self.encode:
-            groups = blocks.shape[-1] // 16
-            scales = blocks.new_empty(*blocks.shape[:-1], groups, device="meta")
-            return {target_patterns[0]: stacked.encode(mxfp4.MXFP4Tensor(blocks, scales), self.dialect)[0]}
-        return {target_patterns[0]: blocks.flatten(2)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """The other direction."""
-        return StackedLayout(self.dialect, encode=not self.encode)
-
-
-def saving_conversions(original: WeightConverter, dialect: Dialect) -> list[WeightConverter]:
-    """What saves packed projections under a model's own per-expert names, given its conversion for dense ones.
-
-    Transformers turns a load's conversions round to save, so these are written as if for loading: the sources are the
-    names in the file.
-    """
-    operations = [
-        StackExperts(op.dim) if isinstance(op, MergeModulelist) else op
-        for op in original.operations
-        if not isinstance(op, Transpose)
-    ]
-    saved = []
-    for theirs, ours in ((dialect.blocks, "_blocks"), (dialect.scales, "_scales")):
-        sources = [pattern.removesuffix(".weight") + theirs for pattern in original._original_source_patterns]
-        targets = [pattern + ours for pattern in original._original_target_patterns]
-        saved.append(scoped_like(original, WeightConverter(sources, targets, list(operations))))
-    return saved
+        return self.task.hand_over(module, name, tensor, sources, layout)
 
 
 def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:
@@ -416,21 +350,22 @@ def _take(tensors: list[Any], index: int) -> Any:
     return item
 
 
-def _read(item: Future[Tensor] | Callable[[], Tensor] | Tensor) -> Tensor:
+def read(item: Future[Tensor] | Callable[[], Tensor] | Tensor) -> Tensor:
     """The tensor of what the loader collected: a promise of one, a function that reads one, or one."""
     if isinstance(item, Tensor):
         return item
     return item.result() if isinstance(item, Future) else item()
 
 
-def _first(tensors: dict[str, Any]) -> Tensor:
+def first(tensors: dict[str, Any]) -> Tensor:
     """The first tensor of a dictionary of tensors or lists of them."""
     value = next(iter(tensors.values()))
     tensor: Tensor = value[0] if isinstance(value, list) else value
     return tensor
 
 
-def _check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
+def check_shape(tensor: Tensor, expected: tuple[int, ...], name: str) -> None:
+    """Raises CheckpointError unless the packed codes of the weight `name` have the shape that the model expects."""
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
             f"{name}: packed bytes are {list(tensor.shape)}, the model's configuration makes them {list(expected)}"

@@ -8,6 +8,7 @@ the loader fills them; `_process_model_after_weight_loading` checks that nothing
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +20,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..experts import MXFP4Experts, find_experts
-from ..families import projections, unpackable
+from ..families import expert_lists, projections, unpackable
 from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
+from ..linear import MXFP4Linear
+from ..packed import PackedModule
 from .config import MXFP4Config, names_mxfp4
-from .conversion import DecodeLinear, ExpertsConverter, KeepStack, StackedLayout, Task, saving_conversions, scoped_like
+from .conversion import ExpertsConverter, KeepStack, Task, scoped_like
+from .linears import DecodeLinear, LinearConverter
+from .saving import StackedLayout, saving_conversions, saving_renamings
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +47,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """Takes a copy of the config, which is never changed; see `HfQuantizer` for the rest."""
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._task: Task | None = None
-        self._saving: list[WeightConverter] = []
+        self._saving: list[WeightTransform] = []
         self._model_type = ""
 
     def _process_model_before_weight_loading(
@@ -66,7 +71,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 " load a dense checkpoint, or this one without MXFP4Config"
             )
         self.pre_quantized = dialect is not None
-        experts = dict(find_experts(model))
+        experts = {**dict(find_experts(model)), **dict(_listed_linears(model))}
         skip = config.modules_to_not_convert
         converted = {} if config.dequantize else {n: m for n, m in experts.items() if should_convert_module(n, skip)}
         if not experts or not (converted or config.dequantize):
@@ -79,26 +84,32 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
         prefix = f"{model.base_model_prefix}."
         packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
-        for name, module in {**experts, **packed}.items():
-            if name not in packed and dialect is None:
-                continue  # dense in the checkpoint and in the model
-            for proj in projections(experts[name]):
+        for name, module in experts.items():
+            if name not in packed and (dialect is None or isinstance(module, nn.Linear)):
+                continue  # filled by the model's own conversions, or decoded as any other layer
+            held = packed.get(name, module)
+            for proj in held.projection_names if isinstance(held, PackedModule) else projections(held):
                 full = f"{name}.{proj}"
                 loaded = f"{full}_blocks" if name in packed else full
                 for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
-                    self._task.targets[alias] = (module, full)
+                    self._task.targets[alias] = (held, full)
 
     def _swap(
         self, model: nn.Module, dense: dict[str, nn.Module], placeholder: torch.dtype | None
-    ) -> dict[str, nn.Module]:
+    ) -> dict[str, PackedModule]:
         """Puts packed modules in the place of dense ones.
 
         While dense experts load, packed parameters stand on meta in the checkpoint's float dtype, `placeholder`: the
         loader casts what it reads to the dtype of the parameter, and so reads experts as they are.
         """
-        swapped: dict[str, nn.Module] = {}
+        swapped: dict[str, PackedModule] = {}
         for name, module in dense.items():
-            packed = MXFP4Experts(module, name=name, backend=self.quantization_config.backend)
+            backend = self.quantization_config.backend
+            packed: PackedModule
+            if isinstance(module, nn.Linear):
+                packed = MXFP4Linear(module, name=name, backend=backend)
+            else:
+                packed = MXFP4Experts(module, name=name, backend=backend)
             if placeholder is not None:
                 for proj in packed.projection_names:
                     for suffix in ("_blocks", "_scales"):
@@ -112,7 +123,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def _refuse_kernels(self, model: nn.Module, dense: dict[str, nn.Module], use_kernels: bool) -> None:
         if not use_kernels:
             return
-        for name in dense:
+        for name, module in dense.items():
+            if isinstance(module, nn.Linear):
+                continue
             block = model.get_submodule(name.rpartition(".")[0])
             if hasattr(type(block), "kernel_layer_name"):
                 raise ValueError(
@@ -134,9 +147,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """
         task = self._task
         assert task is not None
+        linears = {full for module, full in task.targets.values() if isinstance(module, MXFP4Linear)}
         packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
-        dense = {full for _, full in task.targets.values()} - packed
-        ours: list[WeightTransform] = []
+        dense = {full for _, full in task.targets.values()} - packed - linears
+        ours: list[WeightTransform] = [LinearConverter(task)] if linears else []
         for names, suffix, anchor in ((packed, "_blocks", "$"), (dense, "", "(?:$)")):
             if task.dialect is None or task.dialect.layout == "per expert":
                 ours += [self._per_expert(c, suffix, anchor) for c in _conversions_of(names, weight_conversions)]
@@ -145,8 +159,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if task.dialect is not None and task.dialect.layout == "per expert":
             sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
             ours.append(WeightConverter(sources, [".weight"], [DecodeLinear()]))
-        if packed:
-            self._prepare_saving(_conversions_of(packed, weight_conversions), packed)
+        if packed or linears:
+            self._prepare_saving(_conversions_of(packed, weight_conversions), packed, bool(linears))
         return ours + list(weight_conversions)
 
     def _per_expert(self, original: WeightConverter, suffix: str, anchor: str) -> WeightConverter:
@@ -181,17 +195,15 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             for leaf in leaves
         ]
 
-    def _prepare_saving(self, originals: list[WeightConverter], names: set[str]) -> None:
+    def _prepare_saving(self, originals: list[WeightConverter], names: set[str], has_linears: bool) -> None:
         """Chooses the layout that a save of this model is in, and the conversions that make it."""
         config = self.quantization_config
-        per_expert_names = bool(originals) and all(
-            pattern.endswith(".weight") and "*" in pattern
-            for original in originals
-            for pattern in original._original_source_patterns
-        )
+        patterns = [pattern for original in originals for pattern in original._original_source_patterns]
+        per_expert_names = bool(patterns or has_linears) and all(p.endswith(".weight") and "*" in p for p in patterns)
         dialect = _save_dialect(config.save_format, per_expert_names, self._model_type)
         if dialect == per_expert.COMPRESSED_TENSORS:
             self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
+            self._saving += saving_renamings(dialect) if has_linears else []
         elif dialect == stacked.GPT_OSS:
             leaves = sorted({".".join(name.split(".")[-2:]) + "_blocks" for name in names})
             self._saving = [WeightConverter([leaf], [leaf], [StackedLayout(dialect, encode=False)]) for leaf in leaves]
@@ -207,7 +219,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
             used = [c for c in getattr(model, "_weight_conversions", []) if not _loads_packed(c)]
             model._weight_conversions = used + self._saving
-            packed = next(module for _, module in find_experts(model) if isinstance(module, MXFP4Experts))
+            packed = next(module for module in model.modules() if isinstance(module, PackedModule))
             device = next(packed.parameters()).device.type
             choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
@@ -215,12 +227,12 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
 
     def _check_filled(self, model: Any, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
-        packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
+        packed = {full for module, full in task.targets.values() if isinstance(module, PackedModule)}
         expected = {full + suffix for full in packed for suffix in ("_blocks", "_scales")}
         lost = sorted(expected - task.filled - model.all_tied_weights_keys.keys())
         report = task.reports[0] if task.reports else None
         if report is not None:
-            owners = {name for name, _ in find_experts(model)}
+            owners = {name for name, _ in find_experts(model)} | {full.rpartition(".")[0] for full in packed}
             lost += sorted(key for key in report.missing_keys if key.rpartition(".")[0] in owners and key not in lost)
         if not lost:
             return
@@ -240,14 +252,14 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         """Bytes an element, for device maps: one for packed parameters, whatever stands in for them on meta."""
         module, _, name = param_name.rpartition(".")
-        if name.endswith(("_blocks", "_scales")) and isinstance(model.get_submodule(module), MXFP4Experts):
+        if name.endswith(("_blocks", "_scales")) and isinstance(model.get_submodule(module), PackedModule):
             return 1
         return float(super().param_element_size(model, param_name, param))
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
         resolved: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after a save
-        for name, module in list(find_experts(model)):
-            if isinstance(module, MXFP4Experts):
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedModule):
                 dense = module.dequantize(resolved)
                 if (hook := getattr(module, "_hf_hook", None)) is not None:
                     add_hook_to_module(dense, hook)
@@ -299,7 +311,16 @@ def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list
 def _loads_packed(conversion: WeightTransform) -> bool:
     """Whether a conversion is one of ours for loading, which saving has no use for."""
     operations = getattr(conversion, "operations", ())
-    return isinstance(conversion, ExpertsConverter) or any(isinstance(op, DecodeLinear) for op in operations)
+    ours = isinstance(conversion, (ExpertsConverter, LinearConverter))
+    return ours or any(isinstance(op, DecodeLinear) for op in operations)
+
+
+def _listed_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of experts that are lists of small MLPs, by name."""
+    for name, experts in expert_lists(model, nn.Linear):
+        for inner, module in experts.named_modules():
+            if isinstance(module, nn.Linear):
+                yield f"{name}.{inner}", module
 
 
 def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:

@@ -1,0 +1,100 @@
+"""PackedModule: what every module that holds packed weights has in common.
+
+Packed tensors are uint8 parameters, because buffers are neither offloaded to disk nor sharded. They need no gradient,
+and casts leave them alone. A weight called `proj` is held as `{proj}_blocks` uint8 [..., N, K / 2] and `{proj}_scales`
+uint8 [..., N, K / 32].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from . import mxfp4
+from .backends import Choice, choose
+
+
+class Source(NamedTuple):
+    """Where packed weights came from: the layout on disk, the dtypes there, and what made them what is held."""
+
+    format: str
+    dtypes: tuple[str, ...]
+    conversion: str
+
+
+class PackedModule(nn.Module):
+    """A module that holds packed weights in the place of a dense one."""
+
+    dense_class: Any
+    """The class of the module whose place this one took."""
+
+    dense_dtype: torch.dtype
+    """What the weights would be if they were dense."""
+
+    source: Source | None
+    """Where the weights came from, once they are there."""
+
+    projection_names: tuple[str, ...]
+    """The names of the packed weights."""
+
+    def _pack_init(self, dense_class: type, dtype: torch.dtype, backend: str) -> None:
+        self.dense_class = dense_class
+        self.dense_dtype = dtype
+        self.requested_backend = backend
+        self.source = None
+        self._choices: dict[str, Choice] = {}
+
+    def _make_room(self, proj: str, shape: tuple[int, ...], name: str, device: torch.device) -> None:
+        """Registers the packed parameters of a weight [..., N, K]; ValueError, naming it, if K cannot be packed."""
+        mxfp4.check_width(shape, name)
+        for suffix, width in (("blocks", shape[-1] // 2), ("scales", shape[-1] // mxfp4.BLOCK_SIZE)):
+            packed = torch.empty(*shape[:-1], width, dtype=torch.uint8, device=device)
+            self.register_parameter(f"{proj}_{suffix}", nn.Parameter(packed, requires_grad=False))
+
+    def packed(self, proj: str) -> mxfp4.MXFP4Tensor:
+        """The packed bytes of a weight: `blocks` uint8 [..., N, K / 2], `scales` uint8 [..., N, K / 32]."""
+        return mxfp4.MXFP4Tensor(self.get_parameter(f"{proj}_blocks").data, self.get_parameter(f"{proj}_scales").data)
+
+    def packed_here(self, proj: str) -> mxfp4.MXFP4Tensor:
+        """As `packed`; ValueError for bytes that are offloaded."""
+        tensor = self.packed(proj)
+        if tensor.blocks.is_meta:
+            raise ValueError(f"{proj} is offloaded and cannot be dequantized; load the model without offloading")
+        return tensor
+
+    def dense_shape(self, proj: str) -> tuple[int, ...]:
+        """The shape of a weight in the class that this module stands for."""
+        *lead, half = self.get_parameter(f"{proj}_blocks").shape
+        return (*lead, 2 * half)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A module of the class that this one stands for, with the weights that it holds decoded."""
+        raise NotImplementedError
+
+    def backend_choice(self, device_type: str) -> Choice:
+        """The backend that runs on a device, and why: chosen at the first call, then kept."""
+        if device_type not in self._choices:
+            self._choices[device_type] = choose(self.requested_backend, device_type)
+        return self._choices[device_type]
+
+    def _stand_in(self, proj: str) -> nn.Parameter:
+        """A parameter on meta with the dense shape and dtype, for model code that looks at the weight it once had."""
+        if proj not in self.projection_names:
+            raise AttributeError(f"{type(self).__name__} for {self.dense_class.__name__} has no {proj}")
+        stand_in = nn.Parameter(torch.empty(self.dense_shape(proj), dtype=self.dense_dtype, device="meta"))
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that Transformers looks at
+        return stand_in
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As for any module; a cast leaves packed bytes alone, and is kept in mind for `dequantize`."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        return self
+
+
+PACKED_ATTRIBUTES = ("dense_class", "dense_dtype", "requested_backend", "source", "_choices")
+"""Attributes that a packed module has and the dense one has not."""
