@@ -46,7 +46,7 @@ UNDECORATED = {
 """Experts classes without the decorator, by name."""
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
-_LOOKS_LIKE_EXPERTS = re.compile(r"Experts?|M[oO]E")
+_LOOKS_LIKE_EXPERTS = re.compile(r"Experts|M[oO][eE]$")
 
 
 def layout_of(module: nn.Module) -> Layout | None:
@@ -71,7 +71,7 @@ def projections(module: nn.Module) -> dict[str, nn.Parameter]:
 def unpackable(model: nn.Module) -> list[str]:
     """The classes in a model that by their name hold experts, and cannot be packed."""
     names = {type(module).__name__ for module in model.modules() if layout_of(module) is None}
-    return sorted(name for name in names if _LOOKS_LIKE_EXPERTS.search(name) and not name.endswith("Model"))
+    return sorted(name for name in names if _LOOKS_LIKE_EXPERTS.search(name))
 
 
 def expert_lists(model: nn.Module, *linear: type[nn.Module]) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -28,7 +28,7 @@ DIALECTS = (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)
 
 _BYTE_DTYPES = ("U8", "I8", "F8_E8M0", "F4")
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
-_EXPERT = re.compile(r"\.experts?\.(\d+\.|.*proj)")
+_EXPERT = re.compile(r"(?:^|\.)experts?\.(\d+\.|.*proj)")
 
 
 def dialect(name: str) -> Dialect:

@@ -218,6 +218,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         else:
             # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
             used = [c for c in getattr(model, "_weight_conversions", []) if not _loads_packed(c)]
+            if not any(projections(module) for module in model.modules()):
+                # Older versions of Transformers would apply a dense projection's renaming to packed ones.
+                used = [c for c in used if isinstance(c, WeightConverter) or not _fills(c, task)]
             model._weight_conversions = used + self._saving
             packed = next(module for module in model.modules() if isinstance(module, PackedModule))
             device = next(packed.parameters()).device.type
@@ -264,6 +267,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 if (hook := getattr(module, "_hf_hook", None)) is not None:
                     add_hook_to_module(dense, hook)
                 model.set_submodule(name, dense)
+        _untie(model)
         return model
 
     def remove_quantization_config(self, model: nn.Module) -> None:
@@ -298,6 +302,20 @@ def _retie(model: nn.Module) -> None:
                 tied.update({target + suffix: source + suffix for suffix in ("_blocks", "_scales")})
 
 
+def _untie(model: nn.Module) -> None:
+    """The reverse, once dense modules are back: one weight for each tie again."""
+    for module in model.modules():
+        tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+        for target, source in list(tied.items()):
+            owner, _, proj = target.removesuffix("_blocks").rpartition(".")
+            if target.endswith("_blocks") and proj in _PROJECTIONS:
+                shared = module.get_parameter(source.removesuffix("_blocks"))
+                module.get_submodule(owner).register_parameter(proj, shared)
+                tied[f"{owner}.{proj}"] = source.removesuffix("_blocks")
+            if target.endswith(("_blocks", "_scales")):
+                del tied[target]
+
+
 def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list[WeightConverter]:
     """The conversions that fill the projections `names` of the model."""
     return [
@@ -306,6 +324,11 @@ def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list
         if isinstance(conversion, WeightConverter)
         and any(name.endswith(conversion.target_patterns[0]) for name in names)
     ]
+
+
+def _fills(conversion: WeightTransform, task: Task) -> bool:
+    """Whether a conversion fills a projection of the load."""
+    return any(full.endswith(conversion.target_patterns[0]) for _, full in task.targets.values())
 
 
 def _loads_packed(conversion: WeightTransform) -> bool:

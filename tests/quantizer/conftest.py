@@ -205,3 +205,26 @@ def decoded():
 def state():
     """A copy of a model's state dict."""
     return lambda model: copy.deepcopy(model.state_dict())
+
+
+_TABLE = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def family_table(pytestconfig):
+    """What each family's checks found, by family and check; printed at the end of the run."""
+    return pytestconfig.stash.setdefault(_TABLE, {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    table = config.stash.get(_TABLE, {})
+    if not table:
+        return
+    columns = list(dict.fromkeys(check for row in table.values() for check in row))
+    terminalreporter.section("families and checks")
+    terminalreporter.write_line("family".ljust(24) + "  ".join(columns))
+    for family, row in table.items():
+        cells = {True: "ok", False: "FAILED", None: "-"}
+        texts = [f"{v:.0e}" if type(v) is float else cells[v] for v in (row.get(check) for check in columns)]
+        line = "  ".join(text.ljust(len(check)) for text, check in zip(texts, columns, strict=True))
+        terminalreporter.write_line(family.ljust(24) + line)
