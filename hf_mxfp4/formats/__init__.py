@@ -81,7 +81,7 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
         Every tensor by name.
 
     Raises:
-        CheckpointError: a file that is cut short or no safetensors file, named.
+        CheckpointError: a file that is cut short or no safetensors file, or a tensor that is in two files, named.
     """
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
@@ -90,6 +90,8 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a dictionary
+                    if name in tensors:
+                        raise CheckpointError(f"{name} is in {file} and in another file of the checkpoint")
                     part = opened.get_slice(name)
                     tensors[name] = TensorInfo(part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:

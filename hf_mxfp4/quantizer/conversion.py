@@ -8,6 +8,7 @@ E experts, N output features, K input features.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -22,13 +23,18 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from .. import mxfp4
+from .. import mxfp4, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, layout_of
 from ..formats import CheckpointError, Dialect, stacked
 from ..packed import PackedModule, Source
 
 _Converter = TypeVar("_Converter", bound=WeightConverter)
+
+_Part = tuple[str, tuple[Tensor, ...]]
+"""Rows of an expert: what errors call them, and the dense rows, or their codes and scales."""
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 STREAMED_OPS = (MergeModulelist, Concatenate, Transpose)
 """The ops of a model's own conversion that may run on one expert at a time."""
@@ -100,7 +106,7 @@ class KeepStack(ConversionOps):  # type: ignore[misc]  # Transformers has no typ
 class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     """Fills one projection of one layer, an expert at a time."""
 
-    __slots__ = ("dense_targets", "task")
+    __slots__ = ("collected_keys", "dense_targets", "task")
 
     def __init__(
         self,
@@ -122,17 +128,18 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         super().__init__(source_patterns, [target_pattern], operations)
         self.dense_targets = dense_targets
         self.task = task
+        self.collected_keys: dict[str, list[str]] = defaultdict(list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsConverter:
         """A converter for the next layer; the loader copies one for each, and the task is shared."""
-        copy = ExpertsConverter(
-            list(self._original_source_patterns),
-            self._original_target_patterns[0],
-            list(self.operations),
-            self.dense_targets,
-            self.task,
-        )
-        return scoped_like(self, copy)
+        copy = without_tensors(self)
+        copy.collected_keys = defaultdict(list)
+        return copy
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Collects a tensor of the checkpoint, and its name with it."""
+        super().add_tensor(target_key, source_key, source_pattern, future)
+        self.collected_keys[source_pattern].append(source_key)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """As stock, but only for keys of the projections of this load: others go on to the model's own converter."""
@@ -163,6 +170,8 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
         if isinstance(self.operations[0], KeepStack):
             return self._fill_from_stacks(module, name, collected)
+        if self._joins_rows():
+            return self._fill(module, name, self._read_rows(module, name, collected))
         if all(isinstance(op, STREAMED_OPS) for op in self.operations):
             return self._fill(module, name, self._stream(module, name, collected, extra))
         return self._fill_from_whole_layer(name, collected, extra)
@@ -178,7 +187,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
             return self._packed(module, name, packed, stacks)
         self._check_stacks(module, name, stacks)
-        return self._fill(module, name, zip(*stacks, strict=True))
+        return self._fill(module, name, _whole(name, zip(*stacks, strict=True)))
 
     def _fill_from_whole_layer(
         self, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
@@ -196,18 +205,33 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             if module is None:
                 filled[full] = stacks[0]
             else:
-                filled |= self._fill(module, full, zip(*stacks, strict=True))
+                filled |= self._fill(module, full, _whole(full, zip(*stacks, strict=True)))
         return filled
+
+    def _joins_rows(self) -> bool:
+        """Whether the ops stack experts, and may join the matrices of one expert row by row, and no more."""
+        merge, *rest = self.operations
+        joins = all(isinstance(op, Concatenate) and op.dim == 1 for op in rest) and len(rest) <= 1
+        return isinstance(merge, MergeModulelist) and merge.dim == 0 and joins
+
+    def _read_rows(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
+        """Each expert's matrices as the file has them, read one at a time."""
+        self._check_complete(module, name)
+        for e in range(_routed(module)):
+            yield [
+                (self.collected_keys[group[0]][e], tuple(read(_take(collected[pattern], e)) for pattern in group))
+                for group in zip(*self._kinds(), strict=True)
+            ]
 
     def _stream(
         self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """Each expert's matrix, or its codes and scales, read one expert at a time.
+    ) -> Iterator[list[_Part]]:
+        """Each expert's matrix by the model's own ops on that expert alone.
 
-        The sources are a tensor an expert, or tensors of all experts that the ops turn or join row by row.
+        The sources are a tensor an expert, or tensors of all experts that the ops turn or join.
         """
         if any("*" in pattern for pattern in self.source_patterns):
-            self._check_complete(module, name, collected)
+            self._check_complete(module, name)
             readers = {p: (lambda e, items=items: [read(_take(items, e))]) for p, items in collected.items()}
         else:
             stacks = {p: read(items[0]) for p, items in collected.items()}
@@ -215,34 +239,44 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             readers = {p: (lambda e, stack=stack: [stack[e : e + 1]]) for p, stack in stacks.items()}
         expected = _dense_shape(module, name)[1:]
         for e in range(_routed(module)):
-            yield tuple(
+            parts = tuple(
                 first(self._run({p: readers[p](e) for p in patterns}, patterns, extra, expected))[0]
                 for patterns in self._kinds()
             )
+            yield [(f"{name}, expert {e}", parts)]
 
-    def _fill(self, module: nn.Module, name: str, experts: Iterable[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-        """From each expert's matrix, or its codes and scales, in turn."""
+    def _fill(self, module: nn.Module, name: str, experts: Iterable[list[_Part]]) -> dict[str, Tensor]:
+        """From each expert's rows in turn: dense ones, or their codes and scales."""
         count, rows, columns = _canonical_shape(module, name)
+        turned = _layout(module).is_transposed
         out: Any = None
         sources: tuple[Tensor, ...] = ()
         for e, parts in zip(range(count), experts, strict=False):
-            where = f"{name}, expert {e}"
-            tensor = self._canonical(_layout(module).is_transposed, where, parts)
-            check_shape(tensor.blocks, (rows, columns // 2), where)
-            if out is None:
-                sources, out = parts, self._room(module, name, count, tensor)
-            if isinstance(out, mxfp4.MXFP4Tensor):
-                out.blocks[e], out.scales[e] = tensor
-            else:
-                (out[e].mT if _layout(module).is_transposed else out[e]).copy_(tensor.dequantize(out.dtype))
+            top = 0
+            for where, tensors in parts:
+                tensor = self._canonical(turned, where, tensors)
+                height = tensor.blocks.shape[0]
+                check_shape(tensor.blocks, (min(height, rows - top), columns // 2), where)
+                if out is None:
+                    sources, out = tensors, self._room(module, name, tensor.blocks.device)
+                if isinstance(out, mxfp4.MXFP4Tensor):
+                    out.blocks[e, top : top + height], out.scales[e, top : top + height] = tensor
+                else:
+                    matrix = out[e].mT if turned else out[e]
+                    matrix[top : top + height] = tensor.dequantize(out.dtype)
+                top += height
+            if top != rows:
+                raise CheckpointError(f"{name}, expert {e}: {top} rows in the checkpoint, {rows} in the model")
         return self._packed(module, name, out, sources) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
-    def _room(self, module: nn.Module, name: str, count: int, like: mxfp4.MXFP4Tensor) -> mxfp4.MXFP4Tensor | Tensor:
-        """The tensors to fill, on the device of the first expert."""
+    def _room(self, module: nn.Module, name: str, device: torch.device) -> mxfp4.MXFP4Tensor | Tensor:
+        """The tensors to fill."""
+        proj = name.rpartition(".")[2]
         if isinstance(module, MXFP4Experts):
-            return mxfp4.MXFP4Tensor(*(part.new_empty(count, *part.shape) for part in like))
-        parameter = module.get_parameter(name.rpartition(".")[2])
-        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=like.blocks.device)
+            shapes = (part.shape for part in module.packed(proj))
+            return mxfp4.MXFP4Tensor(*(pages.empty(shape, device) for shape in shapes))
+        parameter = module.get_parameter(proj)
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
 
     def _kinds(self) -> list[list[str]]:
         """Source patterns of dense weights; or of codes, and of scales."""
@@ -271,18 +305,18 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
                     f" ({self._keys()})"
                 )
 
-    def _check_complete(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> None:
-        """Every source has as many tensors as there are experts."""
+    def _check_complete(self, module: nn.Module, name: str) -> None:
+        """Every source has a tensor for each expert, and they are in order."""
+        count = _routed(module)
         for pattern in self.source_patterns:
-            found, count = len(collected.get(pattern, ())), _routed(module)
-            if found in _counts(module, name):
+            keys = self.collected_keys[pattern]
+            numbers = [int(_NUMBERS.findall(key)[-1]) for key in keys]
+            if len(keys) in _counts(module, name) and numbers == list(range(len(keys))):
                 continue
-            regex = re.compile(pattern.replace("*.", r"(\d+)\."))
-            held = {int(match[1]) for keys in self.layer_targets.values() for k in keys if (match := regex.search(k))}
-            missing = [str(e) for e in range(count) if e not in held]
+            missing = [str(e) for e in range(count) if e not in numbers]
             where = f"; missing of experts {', '.join(missing)}" if missing else ""
             raise CheckpointError(
-                f"{name}: the model has {count} experts, the checkpoint has {found} of {_plain(pattern)}{where}"
+                f"{name}: the model has {count} experts, the checkpoint has {len(keys)} of {_plain(pattern)}{where}"
             )
 
     def _keys(self) -> str:
@@ -301,6 +335,23 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         assert isinstance(module, MXFP4Experts)
         layout = "per expert" if any("*" in pattern for pattern in self.source_patterns) else "stacked"
         return self.task.hand_over(module, name, tensor, sources, layout)
+
+
+def without_tensors(converter: _Converter) -> _Converter:
+    """A copy that has collected nothing. What does not change in a load is shared: there is a copy for each key."""
+    copy = object.__new__(type(converter))
+    for kind in type(converter).__mro__:
+        for slot in getattr(kind, "__slots__", ()):
+            if hasattr(converter, slot):
+                object.__setattr__(copy, slot, getattr(converter, slot))
+    copy.collected_tensors, copy.layer_targets = defaultdict(list), defaultdict(set)
+    return copy
+
+
+def _whole(name: str, experts: Iterable[tuple[Tensor, ...]]) -> Iterator[list[_Part]]:
+    """Whole matrices as the rows of each expert."""
+    for e, parts in enumerate(experts):
+        yield [(f"{name}, expert {e}", parts)]
 
 
 def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:

@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from .. import mxfp4
 from ..formats import CheckpointError
 from ..linear import MXFP4Linear
-from .conversion import KeepStack, Task, check_shape, first, read
+from .conversion import KeepStack, Task, check_shape, first, read, without_tensors
 
 
 class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers has no type marker
@@ -30,7 +30,7 @@ class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers ha
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearConverter:
         """A converter for the next layer; the task is shared."""
-        return LinearConverter(self.task)
+        return without_tensors(self)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """As stock, but only for keys of layers that are filled packed."""
