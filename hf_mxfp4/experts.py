@@ -69,6 +69,9 @@ class MXFP4Experts(PackedModule):
     ) -> MXFP4Experts:
         """Quantizes a Transformers experts module, one expert at a time. The module itself is left as it is.
 
+        For a module on its own. A model that such a module is put into by hand has no quantization config to save;
+        `from_pretrained` with an `MXFP4Config` makes one that has.
+
         Args:
             experts: the module, with weights in float32, bfloat16 or float16.
             scale_rule: see `mxfp4.quantize`.
@@ -123,13 +126,12 @@ class MXFP4Experts(PackedModule):
         Returns:
             [T, H] in the dtype of `hidden_states`.
         """
-        compute = torch.promote_types(hidden_states.dtype, torch.float32)
         if self.layout.is_grouped:
-            top_k_index = torch.arange(self.num_routed, device=hidden_states.device)
-            top_k_index = top_k_index.repeat_interleave(hidden_states.shape[0] // self.num_routed).unsqueeze(-1)
-            top_k_weights = torch.ones_like(top_k_index, dtype=compute)
-        assert top_k_index is not None
-        assert top_k_weights is not None
+            top_k_index, top_k_weights = self._grouped_routes(hidden_states)
+        if top_k_index is None or top_k_weights is None:
+            raise TypeError(f"{self.dense_class.__name__} takes hidden_states, top_k_index and top_k_weights")
+        routing.check(hidden_states, top_k_index, top_k_weights, ("hidden_states", "top_k_index", "top_k_weights"))
+        compute = torch.promote_types(hidden_states.dtype, torch.float32)
         weights = top_k_weights.to(compute)
         slots = routing.plan(top_k_index, self.num_routed)
         mixed = routing.combine(self._run(hidden_states, slots, compute), slots, weights)
@@ -170,6 +172,14 @@ class MXFP4Experts(PackedModule):
         """One line for printed models."""
         shapes = ", ".join(f"{proj}={self.dense_shape(proj)}" for proj in self.projection_names)
         return f"{self.dense_class.__name__}, {shapes}, backend={self.requested_backend}"
+
+    def _grouped_routes(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and weights of tokens that come in grouped by expert, an equal number for each."""
+        count = hidden_states.shape[0]
+        if count % self.num_routed:
+            raise ValueError(f"{count} tokens are no equal groups for {self.num_routed} experts")
+        ids = torch.arange(self.num_routed, device=hidden_states.device).repeat_interleave(count // self.num_routed)
+        return ids.unsqueeze(-1), hidden_states.new_ones(count, 1)
 
     def _run(self, hidden_states: Tensor, slots: routing.Plan, compute: torch.dtype) -> Tensor:
         """Each sorted slot through its expert, [S, H]."""

@@ -65,7 +65,8 @@ def layout_of(module: nn.Module) -> Layout | None:
 def projections(module: nn.Module) -> dict[str, nn.Parameter]:
     """The projections of a dense experts module by name, [E, N, K] or transposed; empty for any other module."""
     layout = layout_of(module)
-    return {} if layout is None or hasattr(module, "layout") else _parameters(module, layout)
+    own = isinstance(getattr(module, "layout", None), Layout)
+    return {} if layout is None or own else _parameters(module, layout)
 
 
 def unpackable(model: nn.Module) -> list[str]:

@@ -49,6 +49,8 @@ class MXFP4Linear(PackedModule):
         Returns:
             [..., N] in the dtype of `x`.
         """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x {list(x.shape)} does not fit a layer of width {self.in_features}")
         compute = torch.promote_types(x.dtype, torch.float32)
         rows = x.reshape(-1, self.in_features).to(compute)
         offsets = torch.arange(2, device=x.device) * rows.shape[0]

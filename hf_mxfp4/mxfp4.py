@@ -26,9 +26,6 @@ from torch import Tensor
 BLOCK_SIZE = 32
 """Weights that share one scale byte."""
 
-BITS_PER_WEIGHT = 4 + 8 / BLOCK_SIZE
-"""4.25."""
-
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each E2M1 code."""
 
@@ -58,9 +55,9 @@ _CARRY = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF}
 # The pair table: byte -> (value of its low nibble, value of its high nibble), viewed as one number so that a single
 # index_select decodes two weights. And byte -> scale. Both exact in each dtype (float16 has no room for the scales).
 _PAIR_INT = {torch.bfloat16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}
-_VALUES = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+_VALUES = torch.tensor(E2M1_VALUES, dtype=torch.float64, device="cpu")
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=-1)
-_POWERS = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
+_POWERS = torch.ldexp(_VALUES.new_ones(256), torch.arange(256, device="cpu") - 127)
 _POWERS[SCALE_NAN] = float("nan")
 _PAIR_TABLES = {dtype: _PAIRS.to(dtype).view(-1).view(pair) for dtype, pair in _PAIR_INT.items()}
 _POWER_TABLES = {dtype: _POWERS.to(dtype) for dtype in _PAIR_TABLES}
@@ -91,10 +88,7 @@ def canonical(blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
         TypeError: a dtype that does not hold bytes.
         ValueError: shapes that do not fit each other.
     """
-    for name, tensor in (("blocks", blocks), ("scales", scales)):
-        if tensor.dtype not in _BYTE_DTYPES:
-            raise TypeError(f"{name} have dtype {tensor.dtype}; packed MXFP4 bytes are torch.uint8")
-    blocks, scales = blocks.view(torch.uint8), scales.view(torch.uint8)
+    blocks, scales = as_bytes(blocks, "blocks"), as_bytes(scales, "scales")
     fits = "[..., K/2] or [..., K/32, 16] with scales [..., K/32]"
     if scales.ndim == 0 or blocks.ndim not in (scales.ndim, scales.ndim + 1):
         raise ValueError(f"blocks {list(blocks.shape)} do not fit scales {list(scales.shape)}; expected blocks {fits}")
@@ -102,6 +96,13 @@ def canonical(blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
     if blocks.shape != ((*scales.shape, 16) if grouped else (*scales.shape[:-1], 16 * scales.shape[-1])):
         raise ValueError(f"blocks {list(blocks.shape)} do not fit scales {list(scales.shape)}; expected blocks {fits}")
     return MXFP4Tensor(blocks.flatten(-2) if grouped else blocks, scales)
+
+
+def as_bytes(tensor: Tensor, name: str) -> Tensor:
+    """Views a tensor of one-byte elements as uint8; TypeError, naming it, for one that does not hold packed bytes."""
+    if tensor.dtype not in _BYTE_DTYPES:
+        raise TypeError(f"{name} have dtype {tensor.dtype}; packed MXFP4 bytes are torch.uint8")
+    return tensor.view(torch.uint8)
 
 
 def check_options(scale_rule: str, ties: str) -> None:
@@ -243,6 +244,7 @@ def _quantize_chunk(chunk: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor | 
     if not torch.isfinite(largest).all():
         return None
     scale = _scale_bytes(chunk, largest, scale_rule)
+    # Two codes, a byte each, as one little-endian number: the first is in its low byte, as it will be in its low nibble.
     nibbles = _round_to_codes(chunk * _reciprocal(scale), ties).view(torch.int16)
     return MXFP4Tensor((nibbles | nibbles >> 4).to(torch.uint8), scale.to(torch.uint8))
 

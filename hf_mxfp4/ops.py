@@ -94,24 +94,16 @@ def mxfp4_expert_linear(
 
 
 def _check_routed(tokens: Tensor, blocks: Tensor, ids: Tensor, weights: Tensor, shared: Tensor) -> None:
-    floats = {"latent_tokens": tokens, "mixture_weights": weights, "shared_output": shared}
-    for name, tensor in floats.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise TypeError(f"selected_experts has dtype {ids.dtype}; expected an integer dtype")
+    routing.check(tokens, ids, weights, names=("latent_tokens", "selected_experts", "mixture_weights"))
+    if not shared.is_floating_point():
+        raise TypeError(f"shared_output has dtype {shared.dtype}; expected a floating point dtype")
     if blocks.ndim != 3:
         raise ValueError(f"packed_weights {list(blocks.shape)}: expected [E, N, K/2] or [E, N, K/32, 16]")
     _, features, half = blocks.shape
-    if tokens.ndim != 2 or tokens.shape[1] != 2 * half:
+    if tokens.shape[1] != 2 * half:
         raise ValueError(f"latent_tokens {list(tokens.shape)} do not fit packed weights of width {2 * half}: [T, K]")
-    count = tokens.shape[0]
-    if ids.ndim != 2 or ids.shape[0] != count:
-        raise ValueError(f"selected_experts {list(ids.shape)} do not fit {count} latent_tokens: [T, k]")
-    if weights.shape != ids.shape:
-        raise ValueError(f"mixture_weights {list(weights.shape)} do not fit selected_experts {list(ids.shape)}")
-    if shared.shape != (count, features):
-        raise ValueError(f"shared_output {list(shared.shape)} is not [T, N] = {[count, features]}")
+    if shared.shape != (tokens.shape[0], features):
+        raise ValueError(f"shared_output {list(shared.shape)} is not [T, N] = {[tokens.shape[0], features]}")
 
 
 def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, backend: str) -> None:
@@ -146,6 +138,8 @@ def _grouped_linear_fake(
     x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, backend: str
 ) -> Tensor:
     _check(x, blocks, scales, offsets, transpose, backend)
+    if any(part.is_meta for part in (blocks, scales, offsets)) and not x.is_meta:
+        raise ValueError(f"tokens are on {x.device}, packed weights or routes on meta, where they have no values")
     return x.new_empty(x.shape[0], 2 * blocks.shape[2] if transpose else blocks.shape[1])
 
 

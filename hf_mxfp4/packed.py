@@ -89,6 +89,15 @@ class PackedModule(nn.Module):
         stand_in._is_hf_initialized = True  # type: ignore[attr-defined]  # the flag that Transformers looks at
         return stand_in
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """As for any module, but bytes of another dtype are viewed, never cast, and other tensors refused."""
+        for proj in self.projection_names:
+            for suffix in ("_blocks", "_scales"):
+                given = state_dict.get(prefix + proj + suffix)
+                if isinstance(given, Tensor) and given.dtype is not torch.uint8:
+                    state_dict[prefix + proj + suffix] = mxfp4.as_bytes(given, prefix + proj + suffix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As for any module; a cast leaves packed bytes alone, and is kept in mind for `dequantize`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -29,6 +29,36 @@ class Plan(NamedTuple):
     valid: Tensor
 
 
+_TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(tokens: Tensor, ids: Tensor, weights: Tensor, names: tuple[str, str, str]) -> None:
+    """Raises unless tokens [T, K], ids [T, k] and weights [T, k] fit each other.
+
+    Args:
+        tokens: float16, bfloat16, float32 or float64.
+        ids: integer.
+        weights: floating point.
+        names: what errors call the three.
+
+    Raises:
+        TypeError: a dtype that does not fit.
+        ValueError: a shape that does not fit.
+    """
+    if tokens.dtype not in _TOKEN_DTYPES:
+        raise TypeError(f"{names[0]} has dtype {tokens.dtype}; expected a floating point dtype of 16 bits or more")
+    if not weights.is_floating_point():
+        raise TypeError(f"{names[2]} has dtype {weights.dtype}; expected a floating point dtype")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise TypeError(f"{names[1]} has dtype {ids.dtype}; expected an integer dtype")
+    if tokens.ndim != 2:
+        raise ValueError(f"{names[0]} {list(tokens.shape)}: expected [T, K]")
+    if ids.ndim != 2 or ids.shape[0] != tokens.shape[0]:
+        raise ValueError(f"{names[1]} {list(ids.shape)} do not fit {tokens.shape[0]} {names[0]}: expected [T, k]")
+    if weights.shape != ids.shape:
+        raise ValueError(f"{names[2]} {list(weights.shape)} do not fit {names[1]} {list(ids.shape)}")
+
+
 def plan(top_k_index: Tensor, num_experts: int) -> Plan:
     """Sorts slots by expert.
 

@@ -32,9 +32,14 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
     """
     _, features, half = blocks.shape
     out = x.new_zeros(x.shape[0], 2 * half if transpose else features)
+    if not features or not half:
+        return out
     step = min(features, max(1, _DECODED_BYTES // (2 * half * x.element_size())))
+    bounds = offsets.tolist()
+    if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > x.shape[0]:
+        raise ValueError(f"offsets {bounds} do not divide {x.shape[0]} rows among experts")
     room, index = x.new_empty(step, 2 * half), x.new_empty(step * half, dtype=torch.int32)
-    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
             continue
         codes, powers = blocks[expert].to(x.device), scales[expert].to(x.device)

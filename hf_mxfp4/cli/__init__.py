@@ -37,4 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(f"hf-mxfp4 {options.command}: {reason}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return status

@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--tokens is {options.tokens}; expected at least 1")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    source = options.model or demo_model_path()
+    options.prompt.encode("utf-8")  # as text that came in another encoding cannot be
+    source = demo_model_path() if options.model is None else options.model
     tokenizer = AutoTokenizer.from_pretrained(source)
     failures: list[str] = []
 

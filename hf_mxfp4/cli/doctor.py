@@ -52,8 +52,12 @@ def run(options: argparse.Namespace) -> int:
     for name in BACKENDS:
         print(f"  {name:20} {unavailable(name) or 'usable on every device'}")
     variable = os.environ.get(BACKEND_VARIABLE)
-    print(f"  {BACKEND_VARIABLE} is {variable or 'not set'}; on cpu: {' because '.join(choose('auto', 'cpu'))}")
-    print("\nsomething needed is missing" if failures else "\nall that is needed is here")
+    try:
+        chosen = ", because ".join(choose("auto", "cpu"))
+    except ValueError as error:
+        chosen, failures = str(error), failures + 1
+    print(f"  {BACKEND_VARIABLE} is {variable or 'not set'}; on cpu: {chosen}")
+    print("\nsomething has to be put right" if failures else "\nall that is needed is here")
     return 1 if failures else 0
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from ..mxfp4 import MXFP4Tensor
 
 
 class CheckpointError(ValueError):
@@ -25,6 +30,7 @@ class Dialect(NamedTuple):
         blocks: how the name of a tensor of codes ends.
         scales: how the name of its tensor of scale bytes ends.
         block_dims: dimensions of a tensor of codes.
+        decode: from a tensor of codes and one of scales to canonical ones.
     """
 
     name: str
@@ -32,3 +38,4 @@ class Dialect(NamedTuple):
     blocks: str
     scales: str
     block_dims: int
+    decode: Callable[[Tensor, Tensor], MXFP4Tensor]

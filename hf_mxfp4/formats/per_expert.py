@@ -11,22 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ..mxfp4 import BLOCK_SIZE, MXFP4Tensor, canonical
+from ..mxfp4 import BLOCK_SIZE, canonical
 from .base import Dialect
 
-COMPRESSED_TENSORS = Dialect("compressed-tensors", "per expert", ".weight_packed", ".weight_scale", 2)
-
-
-def decode(packed: Tensor, scale: Tensor) -> MXFP4Tensor:
-    """Canonical tensors [N, K / 2] and [N, K / 32] of one matrix, by view."""
-    return canonical(packed, scale)
-
-
-def encode(tensor: MXFP4Tensor) -> tuple[Tensor, Tensor]:
-    """The `weight_packed` and `weight_scale` of one matrix."""
-    return tensor.blocks, tensor.scales
+FORMAT = "mxfp4-pack-quantized"
+COMPRESSED_TENSORS = Dialect("compressed-tensors", "per expert", ".weight_packed", ".weight_scale", 2, canonical)
 
 
 def config() -> dict[str, Any]:
@@ -41,7 +30,7 @@ def config() -> dict[str, Any]:
         "scale_dtype": "torch.uint8",
     }
     group = {
-        "format": "mxfp4-pack-quantized",
+        "format": FORMAT,
         "targets": [r"re:.*\.experts\.\d+\..*"],
         "weights": weights,
         "input_activations": None,
@@ -49,7 +38,7 @@ def config() -> dict[str, Any]:
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
+        "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],

@@ -14,13 +14,8 @@ from torch import Tensor
 from ..mxfp4 import MXFP4Tensor, canonical
 from .base import Dialect
 
-GPT_OSS = Dialect("gpt-oss", "stacked", "_blocks", "_scales", 4)
-HF_MXFP4 = Dialect("hf_mxfp4", "stacked", "_blocks", "_scales", 3)
-
-
-def decode(blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
-    """Canonical tensors [E, N, K / 2] and [E, N, K / 32] from either dialect's, by view."""
-    return canonical(blocks, scales)
+GPT_OSS = Dialect("gpt-oss", "stacked", "_blocks", "_scales", 4, canonical)
+HF_MXFP4 = Dialect("hf_mxfp4", "stacked", "_blocks", "_scales", 3, canonical)
 
 
 def encode(tensor: MXFP4Tensor, dialect: Dialect) -> tuple[Tensor, Tensor]:

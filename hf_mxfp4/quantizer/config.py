@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import mxfp4
 from ..backends import BACKENDS
-from ..formats import DIALECTS, Dialect, per_expert, stacked
+from ..formats import DIALECTS, CheckpointError, Dialect, per_expert, stacked
+
+logger = logging.get_logger(__name__)
 
 METHOD = "hf_mxfp4"
 MARKER = "hf_mxfp4"
@@ -70,6 +74,10 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
             raise ValueError(f"backend is {backend!r}; expected auto, {', '.join(BACKENDS)}")
         if save_format not in SAVE_FORMATS:
             raise ValueError(f"save_format is {save_format!r}; expected {', '.join(SAVE_FORMATS)}")
+        for name, value in (("dequantize", dequantize), ("requantize", requantize)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; expected True or False")
+        _check_patterns(modules_to_not_convert)
         self.quant_method = METHOD
         self.scale_rule = scale_rule
         self.ties = ties
@@ -90,11 +98,46 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
     @classmethod
     def from_stored(cls, stored: Mapping[str, Any]) -> MXFP4Config:
         """The config for a checkpoint whose own `quantization_config` is `stored`, ours or another's."""
+        if stored.get("quant_method") == METHOD:  # options, written by hand or by `to_dict` before a load
+            config: MXFP4Config = cls.from_dict({key: value for key, value in stored.items() if key != MARKER})
+            return config
         marker = stored.get(MARKER)
         marker = marker if isinstance(marker, Mapping) else {}
-        config = cls(**{key: marker[key] for key in _STORED_OPTIONS if marker.get(key) is not None})
+        known = {"scale_rule": mxfp4.SCALE_RULES, "ties": mxfp4.TIES}
+        options = {key: marker[key] for key in _STORED_OPTIONS if marker.get(key) is not None}
+        # A rule of a later version says how bytes were made, which reading them does not need.
+        config = cls(**{key: value for key, value in options.items() if key not in known or value in known[key]})
+        if marker.get("format") in SAVE_FORMATS:
+            config.save_format = marker["format"]
         config._stored = dict(stored)
         return config
+
+    def check_stored(self) -> None:
+        """Raises CheckpointError if the checkpoint's own config names MXFP4-like weights that are not MXFP4."""
+        stored = self._stored or {}
+        marker = stored.get(MARKER)
+        named = marker.get("format") if isinstance(marker, Mapping) else None
+        if named is not None and named not in {row.name for row in DIALECTS}:
+            raise CheckpointError(f"the checkpoint's layout is {named!r}, which this version of hf_mxfp4 does not know")
+        if stored.get("quant_method") != per_expert.COMPRESSED_TENSORS.name:
+            return
+        if not names_mxfp4(stored):
+            formats = sorted({str(name) for name in _formats(stored) if name})
+            raise CheckpointError(f"the checkpoint's format is {', '.join(formats)}, not {per_expert.FORMAT}")
+        for name, group in _groups(stored).items():
+            weights = group.get("weights") or {}
+            if group.get("format", per_expert.FORMAT) != per_expert.FORMAT or not isinstance(weights, Mapping):
+                continue
+            found = {key: weights.get(key) for key in ("num_bits", "group_size")}
+            if found != {"num_bits": 4, "group_size": mxfp4.BLOCK_SIZE}:
+                raise CheckpointError(
+                    f"{name} of the checkpoint's config says {found}; MXFP4 has 4 bits and groups of 32"
+                )
+        if str(stored.get("version", "")).startswith("0.13.0"):
+            logger.warning(
+                "hf_mxfp4: this checkpoint was written by compressed-tensors 0.13.0, which stored MXFP4 scales two"
+                " powers of two too low; compare its weights with another source before use"
+            )
 
     def loading(self, stored: Mapping[str, Any]) -> MXFP4Config:
         """This config for a checkpoint whose own `quantization_config` is `stored`.
@@ -106,6 +149,8 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         merged._stored = described._stored
         if is_marked(stored):
             merged.scale_rule, merged.ties = described.scale_rule, described.ties
+        if merged.save_format == "auto":
+            merged.save_format = described.save_format
         if merged.modules_to_not_convert is None:
             merged.modules_to_not_convert = described.modules_to_not_convert
         return merged
@@ -144,7 +189,29 @@ def names_mxfp4(stored: Any) -> bool:
         return False
     if stored.get("quant_method") == "mxfp4":
         return True
+    return stored.get("quant_method") == per_expert.COMPRESSED_TENSORS.name and per_expert.FORMAT in _formats(stored)
+
+
+def _groups(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     groups = stored.get("config_groups")
-    groups = groups.values() if isinstance(groups, Mapping) else ()
-    formats = [stored.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
-    return stored.get("quant_method") == "compressed-tensors" and "mxfp4-pack-quantized" in formats
+    groups = groups if isinstance(groups, Mapping) else {}
+    return {name: group for name, group in groups.items() if isinstance(group, Mapping)}
+
+
+def _formats(stored: Mapping[str, Any]) -> list[Any]:
+    return [stored.get("format"), *(group.get("format") for group in _groups(stored).values())]
+
+
+def _check_patterns(patterns: Any) -> None:
+    """Raises unless `modules_to_not_convert` is None or a list of names or regular expressions."""
+    if patterns is None:
+        return
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"modules_to_not_convert is {patterns!r}; expected a list of names or regular expressions")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"modules_to_not_convert holds {pattern!r}, which is no regular expression: {error}"
+            ) from error

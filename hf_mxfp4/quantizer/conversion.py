@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from .. import mxfp4, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, layout_of
-from ..formats import CheckpointError, Dialect, stacked
+from ..formats import CheckpointError, Dialect
 from ..packed import PackedModule, Source
 
 _Converter = TypeVar("_Converter", bound=WeightConverter)
@@ -57,6 +57,14 @@ class Task(NamedTuple):
     targets: dict[str, tuple[nn.Module, str]]
     filled: set[str]
     reports: list[Any]
+
+    def decode(self, name: str, codes: Tensor, scales: Tensor) -> mxfp4.MXFP4Tensor:
+        """Canonical tensors from the checkpoint's; CheckpointError, naming the weight, if they do not fit."""
+        assert self.dialect is not None
+        try:
+            return self.dialect.decode(codes, scales)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name}: {error}") from error
 
     def hand_over(
         self,
@@ -183,7 +191,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
                 raise CheckpointError(f"{name}: the checkpoint has no tensor {_plain(pattern)}; it has {self._keys()}")
         stacks = [read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
         if len(stacks) == 2 and isinstance(module, MXFP4Experts):
-            packed = stacked.decode(*stacks)
+            packed = self.task.decode(name, stacks[0], stacks[1])
             check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
             return self._packed(module, name, packed, stacks)
         self._check_stacks(module, name, stacks)
@@ -324,7 +332,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
     def _canonical(self, is_transposed: bool, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
         if len(parts) == 2:
-            return mxfp4.canonical(*parts)
+            return self.task.decode(name, parts[0], parts[1])
         matrix = parts[0].mT if is_transposed else parts[0]
         mxfp4.check_width(matrix.shape, name)
         return mxfp4.quantize(matrix, *self.task.rules, name=name)

@@ -8,7 +8,8 @@ the loader fills them; `_process_model_after_weight_loading` checks that nothing
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,17 @@ from transformers.utils import logging
 
 from ..experts import MXFP4Experts, find_experts
 from ..families import expert_lists, projections, unpackable
-from ..formats import CheckpointError, Dialect, detect, float_dtypes, per_expert, read_headers, stacked
+from ..formats import (
+    CheckpointError,
+    Dialect,
+    TensorInfo,
+    detect,
+    float_dtypes,
+    is_expert,
+    per_expert,
+    read_headers,
+    stacked,
+)
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
 from .config import MXFP4Config, names_mxfp4
@@ -31,7 +42,7 @@ from .saving import StackedLayout, saving_conversions, saving_renamings
 
 logger = logging.get_logger(__name__)
 
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -49,6 +60,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._task: Task | None = None
         self._saving: list[WeightTransform] = []
         self._model_type = ""
+        self._left_dense = False
 
     def _process_model_before_weight_loading(
         self,
@@ -59,28 +71,13 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     ) -> None:
         config = self.quantization_config
         tensors = read_headers(checkpoint_files or ())
-        dialect = detect(tensors)
-        if dialect is None and names_mxfp4(config._stored):
-            raise CheckpointError(
-                f"the checkpoint's config says {config.stored_method} with MXFP4 weights, but its files hold no packed"
-                " experts"
-            )
-        if dialect is None and config._stored is not None:
-            raise CheckpointError(
-                f"the checkpoint is quantized as {config.stored_method}, which this version does not load into MXFP4;"
-                " load a dense checkpoint, or this one without MXFP4Config"
-            )
+        dialect = self._detect(tensors)
         self.pre_quantized = dialect is not None
         experts = {**dict(find_experts(model)), **dict(_listed_linears(model))}
-        skip = config.modules_to_not_convert
-        converted = {} if config.dequantize else {n: m for n, m in experts.items() if should_convert_module(n, skip)}
-        if not experts or not (converted or config.dequantize):
-            others = unpackable(model)
-            hint = f" outside modules_to_not_convert = {skip}" if experts else ""
-            hint = f"; its {', '.join(others)} cannot be packed" if others and not experts else hint
-            raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{hint}")
+        converted = {} if config.dequantize else self._to_convert(model, experts)
         self._refuse_kernels(model, converted, use_kernels)
         self._model_type = model.config.model_type
+        self._left_dense = len(converted) < len(experts)
         self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
         prefix = f"{model.base_model_prefix}."
         packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
@@ -93,6 +90,42 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 loaded = f"{full}_blocks" if name in packed else full
                 for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
                     self._task.targets[alias] = (held, full)
+
+    def _detect(self, tensors: Mapping[str, TensorInfo]) -> Dialect | None:
+        """How the checkpoint holds its experts; CheckpointError if that is nothing that this version reads."""
+        config = self.quantization_config
+        dialect = detect(tensors)
+        config.check_stored()
+        if dialect is None and names_mxfp4(config._stored):
+            raise CheckpointError(
+                f"the checkpoint's config says {config.stored_method} with MXFP4 weights, but its files hold no packed"
+                " experts"
+            )
+        if dialect is None and config._stored is not None:
+            raise CheckpointError(
+                f"the checkpoint is quantized as {config.stored_method}, which this version does not load into MXFP4;"
+                " load a dense checkpoint, or this one without MXFP4Config"
+            )
+        if any(info.dtype == "F8_E8M0" for info in tensors.values()) and not hasattr(HfQuantizer, "get_new_dtype"):
+            raise CheckpointError(
+                "the checkpoint stores scales as F8_E8M0, which Transformers before 5.21 casts to other values"
+            )
+        _tell_of_decoded_layers(tensors)
+        return dialect
+
+    def _to_convert(self, model: Any, experts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """The experts modules that the config does not leave out; ValueError if there are none."""
+        skip = self.quantization_config.modules_to_not_convert
+        converted = {name: module for name, module in experts.items() if should_convert_module(name, skip)}
+        if not converted:
+            others = unpackable(model)
+            hint = f" outside modules_to_not_convert = {skip}" if experts else ""
+            hint = f"; its {', '.join(others)} cannot be packed" if others and not experts else hint
+            raise ValueError(f"{type(model).__name__} has no experts to keep in MXFP4{hint}")
+        for pattern in skip or ():
+            if not any(not should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
+                logger.warning(f"hf_mxfp4: {pattern!r} in modules_to_not_convert matches no module of this model")
+        return converted
 
     def _swap(
         self, model: nn.Module, dense: dict[str, nn.Module], placeholder: torch.dtype | None
@@ -158,7 +191,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 ours += self._stacked(names, suffix, anchor)
         if task.dialect is not None and task.dialect.layout == "per expert":
             sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
-            ours.append(WeightConverter(sources, [".weight"], [DecodeLinear()]))
+            ours.append(WeightConverter(sources, [".weight"], [DecodeLinear(task)]))
         if packed or linears:
             self._prepare_saving(_conversions_of(packed, weight_conversions), packed, bool(linears))
         return ours + list(weight_conversions)
@@ -200,7 +233,17 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         config = self.quantization_config
         patterns = [pattern for original in originals for pattern in original._original_source_patterns]
         per_expert_names = bool(patterns or has_linears) and all(p.endswith(".weight") and "*" in p for p in patterns)
-        dialect = _save_dialect(config.save_format, per_expert_names, self._model_type)
+        if config.save_format == "gpt-oss" and self._model_type != "gpt_oss":
+            raise ValueError(f"save_format='gpt-oss' is for gpt-oss models, not {self._model_type}; use 'hf_mxfp4'")
+        if has_linears and config.save_format not in ("auto", per_expert.COMPRESSED_TENSORS.name):
+            raise ValueError(
+                f"save_format={config.save_format!r} stacks experts, and this model's are single layers; use"
+                f" {per_expert.COMPRESSED_TENSORS.name!r} or 'auto'"
+            )
+        asked = config.save_format
+        if asked == "auto" and self._left_dense and not has_linears:
+            asked = "hf_mxfp4"  # stock Transformers cannot read a per-expert file in which some experts are dense
+        dialect = _save_dialect(asked, per_expert_names, self._model_type)
         if dialect == per_expert.COMPRESSED_TENSORS:
             self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
             self._saving += saving_renamings(dialect) if has_linears else []
@@ -235,8 +278,13 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         lost = sorted(expected - task.filled - model.all_tied_weights_keys.keys())
         report = task.reports[0] if task.reports else None
         if report is not None:
-            owners = {name for name, _ in find_experts(model)} | {full.rpartition(".")[0] for full in packed}
-            lost += sorted(key for key in report.missing_keys if key.rpartition(".")[0] in owners and key not in lost)
+            owners = {name for name, _ in find_experts(model)} | {name for name, _ in _lists(model)}
+            blocks = {owner.rpartition(".")[0] for owner in owners} - {""}
+            parameters = {name for name, _ in model.named_parameters()}
+            lost += sorted(key for key in parameters & set(report.missing_keys) - set(lost) if _is_under(key, blocks))
+            surplus = sorted(key for key in report.unexpected_keys if _is_under(key, owners))
+            if surplus and not lost:
+                raise CheckpointError(f"the checkpoint holds experts that the model has no room for: {surplus[0]}")
         if not lost:
             return
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
@@ -250,7 +298,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Packed bytes and scale bytes are read as they are: a cast of float8_e8m0fnu would be one of values."""
-        return None if isinstance(converter, ExpertsConverter) else super().get_new_dtype(converter, param, dtype)
+        return None if _loads_packed(converter) else super().get_new_dtype(converter, param, dtype)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         """Bytes an element, for device maps: one for packed parameters, whatever stands in for them on meta."""
@@ -289,6 +337,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def is_compileable(self) -> bool:
         """Yes: the forward is made of ops that torch.compile knows."""
         return True
+
+
+def _tell_of_decoded_layers(tensors: Mapping[str, TensorInfo]) -> None:
+    """Logs how many layers that are packed in the checkpoint will not be packed in the model."""
+    layers = [name for name in tensors if name.endswith(per_expert.COMPRESSED_TENSORS.blocks) and not is_expert(name)]
+    if layers:
+        logger.warning(
+            f"hf_mxfp4: {len(layers)} layers beside the experts are stored in MXFP4, such as {layers[0]}; they are"
+            " decoded to dense weights"
+        )
 
 
 def _retie(model: nn.Module) -> None:
@@ -338,6 +396,16 @@ def _loads_packed(conversion: WeightTransform) -> bool:
     return ours or any(isinstance(op, DecodeLinear) for op in operations)
 
 
+def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    return expert_lists(model, nn.Linear, MXFP4Linear)
+
+
+def _is_under(key: str, owners: set[str]) -> bool:
+    """Whether a parameter belongs to one of the modules."""
+    parts = key.split(".")
+    return any(".".join(parts[:i]) in owners for i in range(1, len(parts)))
+
+
 def _listed_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linear layers of experts that are lists of small MLPs, by name."""
     for name, experts in expert_lists(model, nn.Linear):
@@ -347,11 +415,10 @@ def _listed_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:
-    """The narrowest dtype that holds everything a checkpoint holds."""
-    widest = torch.bfloat16 if not dtypes else _TORCH_DTYPES[sorted(dtypes)[0]]
-    for name in dtypes:
-        widest = torch.promote_types(widest, _TORCH_DTYPES[name])
-    return torch.float32 if widest is torch.float64 else widest
+    """The narrowest dtype that holds what a checkpoint holds; float32 if that is not known."""
+    if not dtypes or "F64" in dtypes:
+        return torch.float32
+    return reduce(torch.promote_types, (_TORCH_DTYPES[name] for name in dtypes))
 
 
 def _save_dialect(asked: str, per_expert_names: bool, model_type: str) -> Dialect:

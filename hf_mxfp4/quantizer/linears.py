@@ -62,7 +62,7 @@ class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers ha
             raise CheckpointError(f"{name}: the checkpoint has only one of its codes and scales")
         parts = [read(collected[pattern][0]) for pattern in self.source_patterns]
         if len(parts) == 2:
-            tensor = mxfp4.canonical(parts[0], parts[1])
+            tensor = self.task.decode(name, parts[0], parts[1])
         else:
             tensor = mxfp4.quantize(parts[0], *self.task.rules, name=name)
         check_shape(tensor.blocks, tuple(module.packed("weight").blocks.shape), name)
@@ -71,6 +71,14 @@ class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers ha
 
 class DecodeLinear(ConversionOps):  # type: ignore[misc]
     """Decodes a linear layer that is packed in the checkpoint and not one of the experts."""
+
+    def __init__(self, task: Task) -> None:
+        """For all layers of a load."""
+        self.task = task
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeLinear:
+        """Itself: it keeps nothing of a layer."""
+        return self
 
     def convert(self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any) -> dict[str, Tensor]:
         """The dense weight [N, K] in the parameter's dtype, from its codes and scales.
@@ -82,4 +90,5 @@ class DecodeLinear(ConversionOps):  # type: ignore[misc]
         if len(input_dict) != len(source_patterns):
             raise CheckpointError(f"{name}: the checkpoint has {', '.join(input_dict)} without its other half")
         packed, scale = (first({pattern: input_dict[pattern]}) for pattern in source_patterns)
-        return {name: mxfp4.dequantize(packed, scale, kwargs["model"].get_parameter(name).dtype)}
+        dtype = kwargs["model"].get_parameter(name).dtype
+        return {name: self.task.decode(name, packed, scale).dequantize(dtype)}

@@ -1,18 +1,23 @@
-"""How Transformers' loader comes to this quantizer: the registered method, and two wrapped functions.
+"""How Transformers comes to this quantizer: the registered method, and three wrapped functions.
 
 `AutoHfQuantizer.merge_quantization_configs` and `supports_quant_method` are wrapped once, at import. The wrappers act
 for three kinds of load and hand every other one on unchanged: the caller passes an MXFP4Config; the checkpoint carries
 this software's marker and the caller passes nothing; or, after `enable()`, the checkpoint's config names MXFP4 and the
 caller passes nothing. The checkpoint's own config class is never built, since some need packages of their own.
+`PreTrainedModel.save_pretrained` is wrapped for packed models, see `staging`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.quantizers import auto
 
+from . import staging
 from .config import METHOD, MXFP4Config, is_marked, names_mxfp4
 from .hf_quantizer import MXFP4HfQuantizer
 
@@ -57,8 +62,27 @@ def disable() -> None:
     _takeover.enabled = False
 
 
+def _packed_save(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_pretrained` as it was, but whole or not at all for packed models."""
+
+    @wraps(stock)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(self, "hf_quantizer", None), MXFP4HfQuantizer):
+            return stock(self, save_directory, *args, **kwargs)
+        if not kwargs.get("save_original_format", True):
+            raise ValueError(
+                "save_original_format=False would write packed experts under names that their config does not have;"
+                " load with MXFP4Config(save_format='hf_mxfp4') to save experts stacked"
+            )
+        if staging.applies(save_directory, kwargs):
+            return staging.save(stock, self, save_directory, *args, **kwargs)
+        return stock(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
+
+
 def install() -> None:
-    """Registers the method and wraps the two functions, once a process."""
+    """Registers the method and wraps the three functions, once a process."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = MXFP4HfQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MXFP4Config
     loader = auto.AutoHfQuantizer
@@ -84,6 +108,7 @@ def install() -> None:
             return True
         return bool(stock_supports(quantization_config_dict))
 
+    PreTrainedModel.save_pretrained = _packed_save(PreTrainedModel.save_pretrained)
     merge_quantization_configs._is_hf_mxfp4 = True  # type: ignore[attr-defined]
     loader.merge_quantization_configs = classmethod(merge_quantization_configs)
     loader.supports_quant_method = staticmethod(supports_quant_method)
