@@ -244,7 +244,7 @@ def _quantize_chunk(chunk: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor | 
     if not torch.isfinite(largest).all():
         return None
     scale = _scale_bytes(chunk, largest, scale_rule)
-    # Two codes, a byte each, as one little-endian number: the first is in its low byte, as it will be in its low nibble.
+    # Two codes, a byte each, as one little-endian number: the first in the low byte, as it will be in the low nibble.
     nibbles = _round_to_codes(chunk * _reciprocal(scale), ties).view(torch.int16)
     return MXFP4Tensor((nibbles | nibbles >> 4).to(torch.uint8), scale.to(torch.uint8))
 

@@ -418,3 +418,29 @@ def test_packing_what_is_packed_is_refused(packed_experts):
     """Its projections are stand-ins on meta."""
     with pytest.raises(ValueError, match=r"experts is a MXFP4Experts, which has no 3-D expert projections"):
         MXFP4Experts.from_dense(packed_experts())
+
+
+# Calls that do not fit
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x, i, w: (x, i[:3], w), ValueError, r"top_k_index \[3, 2\] do not fit 7 hidden_states"),
+        (lambda x, i, w: (x, i, w[:, :1]), ValueError, r"top_k_weights \[7, 1\] do not fit"),
+        (lambda x, i, w: (x[None], i, w), ValueError, r"hidden_states \[1, 7"),
+        (lambda x, i, w: (x, i.float(), w), TypeError, "top_k_index has dtype torch.float32"),
+        (lambda x, i, w: (x,), TypeError, "takes hidden_states, top_k_index and top_k_weights"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(packed_experts, change, error, message):
+    packed = packed_experts("mixtral")
+    with pytest.raises(error, match=message):
+        packed(*change(*routes(packed)))
+
+
+def test_packed_bytes_on_meta_give_no_numbers(packed_experts):
+    packed = packed_experts("mixtral")
+    arguments = routes(packed)
+    with pytest.raises(ValueError, match="on meta, where they have no values"):
+        packed.to("meta")(*arguments)

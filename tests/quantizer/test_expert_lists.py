@@ -220,3 +220,41 @@ def test_gradients_pass_through_and_layers_left_out_stay_dense(folder, load_list
         hf_mxfp4.assert_packed(model)
     model(torch.arange(10)[None]).square().sum().backward()
     assert model.embed.weight.grad.abs().sum() > 0
+
+
+def test_scales_stored_as_e8m0_are_viewed_everywhere(folder, load_list, tmp_path):
+    """In experts, and in packed layers beside them, which are decoded."""
+    load_list(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    gate = "layers.0.block_sparse_moe.gate"
+    packed = hf_mxfp4.quantize(tensors.pop(f"{gate}.weight"))
+    tensors |= {f"{gate}.weight_packed": packed.blocks, f"{gate}.weight_scale": packed.scales}
+    save_file(tensors, file, metadata={"format": "pt"})
+    want = ListModel.from_pretrained(tmp_path / "packed").state_dict()
+    assert torch.equal(want[f"{gate}.weight"].float(), packed.dequantize())
+    scales = {n: t.view(torch.float8_e8m0fnu) for n, t in tensors.items() if n.endswith("weight_scale")}
+    save_file(tensors | scales, file, metadata={"format": "pt"})
+    got = ListModel.from_pretrained(tmp_path / "packed").state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+
+
+def test_expert_that_the_model_has_no_room_for_is_named(folder, load_list, tmp_path):
+    load_list(folder).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    tensors |= {n.replace("experts.4.", "experts.5."): t.clone() for n, t in tensors.items() if "experts.4." in n}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(hf_mxfp4.CheckpointError, match=r"no room for: .*experts\.5\."):
+        ListModel.from_pretrained(tmp_path / "packed")
+
+
+def test_stacked_layouts_are_refused_for_single_layers(folder, load_list):
+    with pytest.raises(ValueError, match="stacks experts, and this model's are single layers"):
+        load_list(folder, quantization_config=hf_mxfp4.MXFP4Config(save_format="hf_mxfp4"))
+
+
+def test_input_of_another_width_is_refused(folder, load_list):
+    layer = load_list(folder).get_submodule(EXPERT)
+    with pytest.raises(ValueError, match="does not fit a layer of width 96"):
+        layer(torch.zeros(2, 95))

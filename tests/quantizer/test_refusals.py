@@ -1,5 +1,6 @@
 """What cannot be kept packed, or is not what it says, raises one error that names it, and no model comes back."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -286,3 +287,189 @@ def test_failed_load_leaves_the_callers_config_as_it_was(sources, load):
     load(sources["qwen3_moe"], config=asked)
     assert asked.__dict__ == before
     assert not hasattr(config, "quantization_config")
+
+
+# Files that look right and are not: each would give wrong numbers if it were read.
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        pytest.param(
+            "qwen3_moe",
+            lambda t: {k.replace(".experts.3.", ".experts.7."): v for k, v in t.items()},
+            "model has 5 experts, the checkpoint has 5 of .*missing of experts 3",
+            id="an expert under another number",
+        ),
+        pytest.param(
+            "qwen3_moe",
+            lambda t: {k.replace(".experts.3.gate_proj", ".experts.7.gate_proj"): v for k, v in t.items()},
+            "missing of experts 3",
+            id="half an expert under another number",
+        ),
+        pytest.param(
+            "gpt_oss",
+            put(f"{STACKED}_blocks", lambda t: t.bfloat16()),
+            f"{STACKED}_blocks has dtype BF16",
+            id="codes as floats",
+        ),
+        pytest.param(
+            "qwen3_moe",
+            put("model.layers.0.self_attn.q_proj.weight", lambda t: t.to(torch.float8_e4m3fn)),
+            "q_proj.weight is stored as F8_E4M3, a format that this version does not read",
+            id="FP8 beside the experts",
+        ),
+        pytest.param(
+            "qwen3_moe",
+            lambda t: t | {"model.layers.0.self_attn.q_proj.weight_packed": torch.zeros(64, 32, dtype=torch.uint8)},
+            "q_proj.weight_scale is missing",
+            id="codes beside the experts without scales",
+        ),
+    ],
+)
+def test_packed_checkpoint_that_would_be_read_wrong(sources, packed_folder, edit, family, change, message):
+    folder = packed_folder(sources[family])
+    edit(folder, change)
+    with pytest.raises(hf_mxfp4.CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_dense_experts_that_are_no_floats_are_refused(sources, tmp_path, edit, load, family, dtype):
+    folder = shutil.copytree(sources[family], tmp_path / "m")
+    name = {"qwen3_moe": f"{PER_EXPERT}.weight", "gpt_oss": STACKED}[family]
+    edit(folder, put(name, lambda t: (t * 100).to(dtype)))
+    with pytest.raises(hf_mxfp4.CheckpointError, match=f"{name} is stored as"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.shared_experts.down_proj.weight"])
+def test_missing_neighbour_of_the_experts_is_not_made_up(sources, packed_folder, edit, name):
+    folder = packed_folder(sources["deepseek_v3"])
+    edit(folder, drop(f"model.layers.1.{name}"))
+    with pytest.raises(hf_mxfp4.CheckpointError, match=f"missing from the checkpoint: model.layers.1.{name}"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_tensor_in_two_files_is_named(sources, packed_folder):
+    folder = packed_folder(sources["qwen3_moe"])
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="60KB")
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(first)
+    save_file(tensors | load_file(second), second, metadata={"format": "pt"})
+    with pytest.raises(hf_mxfp4.CheckpointError, match="and in another file of the checkpoint"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("fault", ["missing shard", "index names a file that is not there", "shard of another model"])
+def test_shards_that_do_not_make_a_checkpoint(sources, packed_folder, fault):
+    folder = packed_folder(sources["qwen3_moe"])
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="60KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    if fault == "missing shard":
+        shards[2].unlink()
+    elif fault == "shard of another model":
+        shutil.copy(Path(hf_mxfp4.demo_model_path()) / "model.safetensors", shards[2])
+    else:
+        index = folder / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace(shards[2].name, "model-00009-of-00002.safetensors"))
+    with pytest.raises((hf_mxfp4.CheckpointError, OSError, RuntimeError)) as error:
+        AutoModelForCausalLM.from_pretrained(folder)
+    named = shards[2].name if fault == "missing shard" else "safetensors|model.layers"
+    assert re.search(named, str(error.value))
+
+
+def test_unknown_format_is_named(sources, packed_folder, edit_config):
+    folder = packed_folder(sources["qwen3_moe"])
+
+    def rename(config):
+        stored = config["quantization_config"]
+        stored["format"] = stored["config_groups"]["group_0"]["format"] = "mxfp5-foo"
+
+    edit_config(folder, rename)
+    with pytest.raises(hf_mxfp4.CheckpointError, match="mxfp5-foo"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_group_size_that_is_not_mxfp4s_is_named(sources, packed_folder, edit_config):
+    folder = packed_folder(sources["qwen3_moe"])
+    edit_config(folder, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(group_size=16))
+    with pytest.raises(hf_mxfp4.CheckpointError, match="'group_size': 16"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_layout_of_a_later_version_is_named_and_a_rule_of_one_is_not_needed(sources, packed_folder, edit_config):
+    folder = packed_folder(sources["gpt_oss"])
+    edit_config(folder, lambda c: c["quantization_config"]["hf_mxfp4"].update(scale_rule="search"))
+    hf_mxfp4.assert_packed(AutoModelForCausalLM.from_pretrained(folder))
+    edit_config(folder, lambda c: c["quantization_config"]["hf_mxfp4"].update(format="folded"))
+    with pytest.raises(hf_mxfp4.CheckpointError, match="layout is 'folded'"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_scales_two_too_low_by_an_old_writer_are_warned_of(sources, packed_folder, edit_config, warnings_of):
+    folder = packed_folder(sources["qwen3_moe"])
+    edit_config(folder, lambda c: c["quantization_config"].update(version="0.13.0"))
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert any("compressed-tensors 0.13.0" in message for message in warnings_of())
+
+
+def test_pattern_that_matches_nothing_is_warned_of(sources, load, warnings_of):
+    load(sources["qwen3_moe"], config=hf_mxfp4.MXFP4Config(modules_to_not_convert=["layer.0"]))
+    assert any("'layer.0' in modules_to_not_convert matches no module" in message for message in warnings_of())
+
+
+@pytest.fixture
+def warnings_of(monkeypatch):
+    messages = []
+    for module in ("config", "hf_quantizer"):
+        monkeypatch.setattr(f"hf_mxfp4.quantizer.{module}.logger.warning", messages.append)
+    return lambda: messages
+
+
+def test_options_in_a_config_are_checked_like_options_that_are_passed(sources, load):
+    config = AutoConfig.from_pretrained(sources["qwen3_moe"])
+    config.quantization_config = {"quant_method": "hf_mxfp4", "dequantise": True}
+    with pytest.raises(TypeError, match="no option 'dequantise'"):
+        AutoModelForCausalLM.from_pretrained(sources["qwen3_moe"], config=config)
+    config.quantization_config = hf_mxfp4.MXFP4Config(backend="reference")
+    model = AutoModelForCausalLM.from_pretrained(sources["qwen3_moe"], config=config)
+    assert {row.reason for row in hf_mxfp4.packed_report(model).rows} == {"asked for by backend"}
+
+
+@pytest.mark.parametrize("options", [{"dequantize": "false"}, {"modules_to_not_convert": "lm_head"}, {"requantize": 1}])
+def test_option_of_another_type_is_refused(options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        hf_mxfp4.MXFP4Config(**options)
+
+
+def test_float32_bin_file_is_quantized_from_float32(write, tmp_path, load, packed_of):
+    path = Path(write("qwen3_moe", tmp_path / "fp32", dtype=torch.float32))
+    want = packed_of(load(path))
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    for name, module in packed_of(load(path)).items():
+        for proj in module.projection_names:
+            assert torch.equal(module.packed(proj).blocks, want[name].packed(proj).blocks)
+
+
+def test_state_dict_of_other_bytes_is_viewed_and_of_numbers_refused(sources, load, packed_of):
+    module = packed_of(load(sources["qwen3_moe"]))["model.layers.0.mlp.experts"]
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    viewed = {n: t.view(torch.float8_e8m0fnu) if n.endswith("scales") else t for n, t in before.items()}
+    module.load_state_dict(viewed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    with pytest.raises(TypeError, match=r"down_proj_scales have dtype torch\.float32"):
+        module.load_state_dict({n: t.float() if n == "down_proj_scales" else t for n, t in before.items()})
+
+
+def test_saving_in_memory_names_under_another_layouts_config_is_refused(sources, load, tmp_path):
+    with pytest.raises(ValueError, match="save_original_format=False"):
+        load(sources["qwen3_moe"]).save_pretrained(tmp_path / "out", save_original_format=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gpt_oss_layout_for_another_model_is_refused(sources, load):
+    with pytest.raises(ValueError, match="save_format='gpt-oss' is for gpt-oss models, not mixtral"):
+        load(sources["mixtral"], config=hf_mxfp4.MXFP4Config(save_format="gpt-oss"))
