@@ -9,7 +9,8 @@ compared with `quantize` of what was written, and all experts are asserted to be
 
 Prints anonymous memory over that of the interpreter after imports, at its peak and in the end; the peak's excess over
 the end as a share of one layer's experts in bfloat16, which is what counts (goal: at most 0.5); seconds, and expert
-weights a second. Needs Linux, 2 GB of disk, 1 GB of memory and half a minute.
+weights a second. With `--disk` all layers are mapped to the disk (goal: a peak below 100 MB). Needs Linux, 2 GB of
+disk, 1 GB of memory and half a minute.
 
 `measure` is the benchmark with a model of any size, for tests.
 """
@@ -123,17 +124,22 @@ def sampled() -> Iterator[list[int]]:
         peak[0] = max(peak[0], anonymous_bytes())
 
 
-def load(folder: Path) -> Figures:
-    """Loads the checkpoint in this process, which has done nothing but imports before."""
+def load(folder: Path, *, to_disk: bool) -> Figures:
+    """Loads the checkpoint in this process, which has done nothing but imports before; layers onto the disk or not."""
     logging.disable_progress_bar()
+    options = {}
+    if to_disk:
+        parts = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        options = {"device_map": parts | {"model.layers": "disk"}, "offload_folder": folder / "offload"}
     before = anonymous_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
     with sampled() as peak:
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4Config())
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4Config(), **options)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         final = anonymous_bytes()
     assert_packed(model)
-    check_layer(model, folder, layer=len(model.model.layers) - 1)
+    if not to_disk:
+        check_layer(model, folder, layer=len(model.model.layers) - 1)
     report = packed_report(model)
     return Figures(final - before, peak[0] - before, report.bytes, report.weights, wall, cpu, 0.0)
 
@@ -150,10 +156,10 @@ def check_layer(model: Qwen3MoeForCausalLM, folder: Path, layer: int) -> None:
                 assert torch.equal(got[e], right), f"{prefix}{e}: {proj} is not what quantize makes of the file"
 
 
-def measure(sizes: Sizes, folder: Path) -> Figures:
+def measure(sizes: Sizes, folder: Path, *, to_disk: bool = False) -> Figures:
     """Writes a model of `sizes` to `folder` and loads it in a process of its own."""
     write_checkpoint(folder, sizes)
-    command = [sys.executable, __file__, "--load", str(folder)]
+    command = [sys.executable, __file__, "--load", str(folder), *(["--disk"] if to_disk else [])]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures = Figures(**json.loads(output.splitlines()[-1]))
     return figures._replace(excess_of_layer=(figures.peak_bytes - figures.final_bytes) / sizes.layer_bytes)
@@ -164,17 +170,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field, default in Sizes._field_defaults.items():
         parser.add_argument(f"--{field}", type=int, default=default)
+    parser.add_argument("--disk", action="store_true", help="map all layers to the disk")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
-        print(json.dumps(load(args.load)._asdict()))
+        print(json.dumps(load(args.load, to_disk=args.disk)._asdict()))
         return
     from common import where  # here, so that tests can import this file from its path
 
     sizes = Sizes(*(getattr(args, field) for field in Sizes._fields))
     print(where())
     with tempfile.TemporaryDirectory() as temporary:
-        figures = measure(sizes, Path(temporary))
+        figures = measure(sizes, Path(temporary), to_disk=args.disk)
     layer, speed = sizes.layer_bytes, figures.expert_weights / figures.cpu_seconds
     print(f"one layer's experts, bfloat16 {layer / 1e6:8.1f} MB")
     print(f"all experts, packed           {figures.packed_bytes / 1e6:8.1f} MB")

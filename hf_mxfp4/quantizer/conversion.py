@@ -110,6 +110,11 @@ class KeepStack(ConversionOps):  # type: ignore[misc]  # Transformers has no typ
         """The input as it is."""
         return input_dict
 
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The same."""
+        return self
+
 
 class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     """Fills one projection of one layer, an expert at a time."""

@@ -38,7 +38,7 @@ from ..packed import PackedModule
 from .config import MXFP4Config, names_mxfp4
 from .conversion import ExpertsConverter, KeepStack, Task, scoped_like
 from .linears import DecodeLinear, LinearConverter
-from .saving import StackedLayout, saving_conversions, saving_renamings
+from .saving import saving_conversions, saving_renamings, saving_stacks
 
 logger = logging.get_logger(__name__)
 
@@ -247,9 +247,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if dialect == per_expert.COMPRESSED_TENSORS:
             self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
             self._saving += saving_renamings(dialect) if has_linears else []
-        elif dialect == stacked.GPT_OSS:
-            leaves = sorted({".".join(name.split(".")[-2:]) + "_blocks" for name in names})
-            self._saving = [WeightConverter([leaf], [leaf], [StackedLayout(dialect, encode=False)]) for leaf in leaves]
+        else:
+            self._saving = saving_stacks(sorted({".".join(name.split(".")[-2:]) for name in names}), dialect)
         config.write_as(dialect)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:

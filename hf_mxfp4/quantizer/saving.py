@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 
 from .. import mxfp4
 from ..formats import Dialect, stacked
-from .conversion import first, scoped_like
+from .conversion import KeepStack, first, scoped_like
 
 
 class StackExperts(MergeModulelist):  # type: ignore[misc]
@@ -84,6 +84,16 @@ def saving_conversions(original: WeightConverter, dialect: Dialect) -> list[Weig
         sources = [pattern.removesuffix(".weight") + theirs for pattern in original._original_source_patterns]
         targets = [pattern + ours for pattern in original._original_target_patterns]
         saved.append(scoped_like(original, WeightConverter(sources, targets, list(operations))))
+    return saved
+
+
+def saving_stacks(projections: list[str], dialect: Dialect) -> list[WeightConverter]:
+    """What saves packed projections, by the last two parts of their names, in a stacked dialect."""
+    saved = []
+    for name in projections:
+        saved.append(WeightConverter([f"{name}_blocks"], [f"{name}_blocks"], [StackedLayout(dialect, encode=False)]))
+        # Older versions of Transformers would else take scales for the dense projection that their name begins with.
+        saved.append(WeightConverter([f"{name}_scales"], [f"{name}_scales"], [KeepStack()]))
     return saved
 
 

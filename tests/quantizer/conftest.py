@@ -1,5 +1,6 @@
 """Tiny models of five families, on disk, and what the tests compare with: ml_dtypes, numpy, stock Transformers."""
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
     NemotronHConfig,
     Qwen3MoeConfig,
 )
+from transformers.quantizers.base import HfQuantizer
 
 import hf_mxfp4
 
@@ -194,6 +196,14 @@ def write():
 @pytest.fixture
 def packed_of():
     return packed_modules
+
+
+@pytest.fixture
+def reads_e8m0():
+    """Raises where this version of Transformers would cast scales stored as F8_E8M0; else nothing."""
+    if hasattr(HfQuantizer, "get_new_dtype"):
+        return contextlib.nullcontext()
+    return pytest.raises(hf_mxfp4.CheckpointError, match=r"F8_E8M0, which Transformers before 5\.21 casts")
 
 
 @pytest.fixture
