@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import mxfp4, ops, routing
-from .families import Layout, layout_of, projections
+from .families import FLAT_SOURCES, Layout, flat_rows, layout_of, projections
 from .packed import PACKED_ATTRIBUTES, PackedModule, Source
 
 
@@ -31,6 +32,7 @@ class MXFP4Experts(PackedModule):
 
     layout: Layout
     """What the class that this module stands for is like."""
+    flat_shell: nn.Module
     act_fn: nn.Module
     post_expert_norm: nn.Module
 
@@ -49,14 +51,21 @@ class MXFP4Experts(PackedModule):
         layout, dense = layout_of(experts), projections(experts)
         if layout is None or not dense:
             raise ValueError(f"{name} is a {type(experts).__name__}, which has no 3-D expert projections to pack")
-        _copy_shell(experts, self, skip=tuple(dense))
+        device = next(experts.parameters()).device
+        _copy_shell(experts, self, skip=(*dense, "mlp") if layout.is_flat else tuple(dense))
         self.training = experts.training
         self._pack_init(type(experts), dense["down_proj"].dtype, backend)
         self.layout = layout
         self.dense_counts = {proj: weight.shape[0] for proj, weight in dense.items()}
         for proj, weight in dense.items():
             _, rows, columns = weight.mT.shape if layout.is_transposed else weight.shape
-            self._make_room(proj, (self.num_routed, rows, columns), f"{name}.{proj}", weight.device)
+            self._make_room(proj, (self.num_routed, rows, columns), f"{name}.{proj}", device)
+        if layout.is_flat:
+            flat: Any = experts.mlp
+            self.act_fn = copy.deepcopy(flat.activation_fn)
+            inner = _empty(type(flat))
+            _copy_shell(flat, inner, skip=tuple(name for names in FLAT_SOURCES.values() for name in names))
+            self.__dict__["flat_shell"] = inner  # not a child: it stands for nothing until `dequantize`
 
     @classmethod
     def from_dense(
@@ -88,7 +97,11 @@ class MXFP4Experts(PackedModule):
         for proj, weight in projections(experts).items():
             blocks, scales = packed.packed(proj)
             for e in range(packed.num_routed):
-                matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
+                if packed.layout.is_flat:
+                    sources = [getattr(experts.mlp, name) for name in FLAT_SOURCES[proj]]
+                    matrix = torch.cat([flat_rows(proj, source, packed.num_routed, e) for source in sources])
+                else:
+                    matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
                 blocks[e], scales[e] = mxfp4.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
         packed.source = Source("dense module", (str(packed.dense_dtype),), f"quantized: {scale_rule}, ties {ties}")
         return packed
@@ -119,13 +132,16 @@ class MXFP4Experts(PackedModule):
         grouped by expert take tokens alone, E equal groups of them, and give each token's output unmixed.
 
         Args:
-            hidden_states: floating point [T, H].
+            hidden_states: floating point [T, H]; with more dimensions before H for classes that take them so.
             top_k_index: integer [T, k]; ids that are no expert's contribute nothing.
             top_k_weights: floating point [T, k], used as they are.
 
         Returns:
             [T, H] in the dtype of `hidden_states`.
         """
+        shape = hidden_states.shape
+        if self.layout.is_flat:
+            hidden_states = hidden_states.reshape(-1, shape[-1])
         if self.layout.is_grouped:
             top_k_index, top_k_weights = self._grouped_routes(hidden_states)
         if top_k_index is None or top_k_weights is None:
@@ -139,7 +155,7 @@ class MXFP4Experts(PackedModule):
             last = self.num_routed + (getattr(self, self.layout.identities) or 0)
             identity = (top_k_index >= self.num_routed) & (top_k_index < last)
             mixed = mixed + weights.masked_fill(~identity, 0).sum(dim=-1, keepdim=True) * hidden_states.to(compute)
-        return mixed.to(hidden_states.dtype)
+        return mixed.to(hidden_states.dtype).view(shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The module of Transformers' own class that this one stands for, with the weights that it holds decoded.
@@ -153,8 +169,7 @@ class MXFP4Experts(PackedModule):
         Raises:
             ValueError: packed bytes that are not here, as when they are offloaded.
         """
-        dense: nn.Module = self.dense_class.__new__(self.dense_class)
-        nn.Module.__init__(dense)
+        dense: nn.Module = _empty(self.dense_class)
         own = [f"{proj}_{suffix}" for proj in self.projection_names for suffix in ("blocks", "scales")]
         _copy_shell(self, dense, skip=(*own, *_OWN_ATTRIBUTES))
         dense.training = self.training
@@ -165,8 +180,21 @@ class MXFP4Experts(PackedModule):
                 (weight[e].mT if self.layout.is_transposed else weight[e]).copy_(
                     mxfp4.dequantize(blocks[e], scales[e], weight.dtype)
                 )
-            dense.register_parameter(proj, nn.Parameter(weight))
+            if self.layout.is_flat:
+                self._register_flat(dense, proj, weight)
+            else:
+                dense.register_parameter(proj, nn.Parameter(weight))
         return dense if dtype is None else dense.to(dtype)
+
+    def _register_flat(self, dense: Any, proj: str, weight: Tensor) -> None:
+        """Gives a dense module of a flat class the weights of a projection [E, N, K]."""
+        if "mlp" not in dense._modules:
+            dense.add_module("mlp", copy.deepcopy(self.flat_shell))
+            del dense.act_fn
+        names = FLAT_SOURCES[proj]
+        parts = weight.mT.chunk(1) if proj == "down_proj" else weight.chunk(len(names), dim=1)
+        for name, part in zip(names, parts, strict=True):
+            dense.mlp.register_parameter(name, nn.Parameter(part.reshape(-1, part.shape[-1])))
 
     def extra_repr(self) -> str:
         """One line for printed models."""
@@ -214,7 +242,14 @@ class MXFP4Experts(PackedModule):
 
 
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
-_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts")
+_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell")
+
+
+def _empty(kind: Any) -> Any:
+    """A module of a class, without what the class's `__init__` would put into it."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module
 
 
 def _copy_shell(source: nn.Module, target: nn.Module, skip: tuple[str, ...]) -> None:
@@ -225,6 +260,8 @@ def _copy_shell(source: nn.Module, target: nn.Module, skip: tuple[str, ...]) -> 
     left = {*nn.Module().__dict__, *_HOOK_ATTRIBUTES, *skip}
     target.__dict__.update({name: value for name, value in source.__dict__.items() if name not in left})
     for name, child in source._modules.items():
+        if name in left:
+            continue
         target.add_module(name, copy.deepcopy(child))
     for name, parameter in source._parameters.items():
         if name not in left:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Layout(NamedTuple):
@@ -23,6 +24,8 @@ class Layout(NamedTuple):
         is_grouped: tokens come in grouped by expert, an equal number for each, and go out so, without weights.
         experts: the attribute that says how many experts have weights.
         identities: the attribute that says how many experts follow these that give back the token itself, or None.
+        is_flat: weights are in a child `mlp`, as 2-D `w1` (gate), `v1` (up) and `w2` (down, transposed), each
+            [E * I, H], and tokens come in with their batch dimensions.
     """
 
     has_gate: bool = True
@@ -31,6 +34,7 @@ class Layout(NamedTuple):
     is_grouped: bool = False
     experts: str = "num_experts"
     identities: str | None = None
+    is_flat: bool = False
 
     @property
     def projections(self) -> tuple[str, str]:
@@ -39,6 +43,7 @@ class Layout(NamedTuple):
 
 
 UNDECORATED = {
+    "DbrxExperts": Layout(is_flat=True),
     "Llama4TextExperts": Layout(is_transposed=True, is_grouped=True),
     "LongcatFlashExperts": Layout(experts="num_routed_experts", identities="zero_expert_num"),
     "Step3p7Experts": Layout(),
@@ -63,7 +68,10 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def projections(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The projections of a dense experts module by name, [E, N, K] or transposed; empty for any other module."""
+    """The projections of a dense experts module by name, [E, N, K] or transposed; empty for any other module.
+
+    Those of a flat class are stand-ins on meta, whose weights `flat_rows` gives.
+    """
     layout = layout_of(module)
     own = isinstance(getattr(module, "layout", None), Layout)
     return {} if layout is None or own else _parameters(module, layout)
@@ -94,6 +102,27 @@ def expert_lists(model: nn.Module, *linear: type[nn.Module]) -> Iterator[tuple[s
                 yield name, module
 
 
+FLAT_SOURCES = {"gate_up_proj": ("w1", "v1"), "down_proj": ("w2",)}
+"""Where a flat class has the rows of its projections."""
+
+
+def flat_rows(proj: str, source: Tensor, count: int, expert: int) -> Tensor:
+    """Rows [N, K] of an expert's projection, or part of them, from one of `FLAT_SOURCES` [E * I, H], by view."""
+    matrix = source.view(count, -1, source.shape[-1])[expert]
+    return matrix.mT if proj == "down_proj" else matrix
+
+
 def _parameters(module: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+    if layout.is_flat:
+        inner = getattr(module, "mlp", None)
+        if inner is None or not all(hasattr(inner, name) for names in FLAT_SOURCES.values() for name in names):
+            return {}
+        count = int(getattr(module, layout.experts))
+        rows, width = inner.w1.shape[0] // count, inner.w1.shape[1]
+        shapes = {"gate_up_proj": (count, 2 * rows, width), "down_proj": (count, width, rows)}
+        return {
+            name: nn.Parameter(torch.empty(shape, dtype=inner.w1.dtype, device="meta"))
+            for name, shape in shapes.items()
+        }
     found = {name: getattr(module, name, None) for name in layout.projections}
     return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and p.ndim == 3}

@@ -1,4 +1,4 @@
-"""Huge pages for large tensors in main memory, where the system gives them.
+"""Main memory: huge pages for large tensors, where the system gives them, and giving back what is free.
 
 Fresh memory is given page by page as it is first written. On Linux a page is 4 kB unless a program asks for 2 MB ones
 (`madvise(2)` with MADV_HUGEPAGE, where /sys/kernel/mm/transparent_hugepage/enabled says `madvise` or `always`). With
@@ -26,3 +26,9 @@ def empty(shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor:
         if end > start:  # advice only: what it returns changes nothing
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
+
+
+def trim() -> None:
+    """Gives memory that is free, but that glibc's allocator keeps for later, back to the system."""
+    if sys.platform == "linux" and (release := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        release(ctypes.c_size_t(0))

@@ -153,14 +153,15 @@ def _stack_row(name: str, module: nn.Module, check: bool) -> ModuleReport:
     """The row of an experts module whose projections hold all experts."""
     if isinstance(module, MXFP4Experts):
         return _packed_row(name, module.dense_class, [module], check)
-    return _dense_row(name, type(module), list(projections(module).values()))
+    device = next(module.parameters()).device
+    return _dense_row(name, type(module), list(projections(module).values()), device)
 
 
 def _list_row(name: str, experts: nn.ModuleList, check: bool) -> ModuleReport:
     """The row of a list of small MLPs, packed if all their linear layers are."""
     dense = [layer.weight for layer in experts.modules() if isinstance(layer, nn.Linear)]
     if dense:
-        return _dense_row(name, type(experts[0]), dense)
+        return _dense_row(name, type(experts[0]), dense, dense[0].device)
     return _packed_row(name, type(experts[0]), [m for m in experts.modules() if isinstance(m, MXFP4Linear)], check)
 
 
@@ -187,7 +188,7 @@ def _packed_row(name: str, experts_class: type, modules: Sequence[PackedModule],
     )
 
 
-def _dense_row(name: str, experts_class: type, weights: Sequence[Tensor]) -> ModuleReport:
+def _dense_row(name: str, experts_class: type, weights: Sequence[Tensor], device: torch.device) -> ModuleReport:
     dtype = str(weights[0].dtype).removeprefix("torch.")
     return ModuleReport(
         name=name,
@@ -196,7 +197,7 @@ def _dense_row(name: str, experts_class: type, weights: Sequence[Tensor]) -> Mod
         source="-",
         source_dtypes=(),
         conversion=f"dense {dtype}",
-        layout=f"{dtype} on {weights[0].device}",
+        layout=f"{dtype} on {device}",
         backend="transformers",
         reason="not packed",
         accumulator="-",

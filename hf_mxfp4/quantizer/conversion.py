@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from .. import mxfp4, pages
 from ..experts import MXFP4Experts
-from ..families import Layout, layout_of
+from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError, Dialect
 from ..packed import PackedModule, Source
 
@@ -116,6 +116,10 @@ class KeepStack(ConversionOps):  # type: ignore[misc]  # Transformers has no typ
         return self
 
 
+class FlatRows(KeepStack):
+    """Stands for the conversion of the 2-D tensors of a flat class, which hold all experts one below the other."""
+
+
 class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     """Fills one projection of one layer, an expert at a time."""
 
@@ -178,9 +182,13 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             CheckpointError: experts or scales that are missing, or of a shape that does not fit the model.
         """
         self.task.reports[:] = [loading_info]
+        if self.task.dialect is None:
+            pages.trim()  # what quantizing the projection before left free
         module, name = self.task.targets[layer_name]
         collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
+        if isinstance(self.operations[0], FlatRows):
+            return self._fill(module, name, self._read_flat(module, name, collected))
         if isinstance(self.operations[0], KeepStack):
             return self._fill_from_stacks(module, name, collected)
         if self._joins_rows():
@@ -191,9 +199,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
     def _fill_from_stacks(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> dict[str, Tensor]:
         """From one tensor that holds all experts, or one of codes and one of scales."""
-        for pattern in self.source_patterns:
-            if len(collected.get(pattern, ())) != 1:
-                raise CheckpointError(f"{name}: the checkpoint has no tensor {_plain(pattern)}; it has {self._keys()}")
+        self._check_single(name, collected)
         stacks = [read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
         if len(stacks) == 2 and isinstance(module, MXFP4Experts):
             packed = self.task.decode(name, stacks[0], stacks[1])
@@ -220,6 +226,23 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             else:
                 filled |= self._fill(module, full, _whole(full, zip(*stacks, strict=True)))
         return filled
+
+    def _read_flat(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
+        """Each expert's rows from the tensors of a flat class."""
+        proj, count = name.rpartition(".")[2], _routed(module)
+        self._check_single(name, collected)
+        sources = {self.collected_keys[p][0]: read(collected.pop(p)[0]) for p in self.source_patterns}
+        for key, source in sources.items():
+            if source.ndim != 2 or source.shape[0] % count:
+                raise CheckpointError(f"{key} {list(source.shape)} holds no equal parts for {count} experts")
+        for e in range(count):
+            yield [(f"{key}, expert {e}", (flat_rows(proj, s, count, e),)) for key, s in sources.items()]
+
+    def _check_single(self, name: str, collected: dict[str, list[Any]]) -> None:
+        """Every source has one tensor."""
+        for pattern in self.source_patterns:
+            if len(collected.get(pattern, ())) != 1:
+                raise CheckpointError(f"{name}: the checkpoint has no tensor {_plain(pattern)}; it has {self._keys()}")
 
     def _joins_rows(self) -> bool:
         """Whether the ops stack experts, and may join the matrices of one expert row by row, and no more."""

@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..experts import MXFP4Experts, find_experts
-from ..families import expert_lists, projections, unpackable
+from ..families import FLAT_SOURCES, expert_lists, layout_of, projections, unpackable
 from ..formats import (
     CheckpointError,
     Dialect,
@@ -36,7 +36,7 @@ from ..formats import (
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
 from .config import MXFP4Config, names_mxfp4
-from .conversion import ExpertsConverter, KeepStack, Task, scoped_like
+from .conversion import ExpertsConverter, FlatRows, KeepStack, Task, scoped_like
 from .linears import DecodeLinear, LinearConverter
 from .saving import saving_conversions, saving_renamings, saving_stacks
 
@@ -74,7 +74,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         dialect = self._detect(tensors)
         self.pre_quantized = dialect is not None
         experts = {**dict(find_experts(model)), **dict(_listed_linears(model))}
-        converted = {} if config.dequantize else self._to_convert(model, experts)
+        converted = self._to_convert(model, experts)
+        if config.dequantize:  # dense classes are filled as they are, but for flat ones
+            flat = {name: module for name, module in experts.items() if _is_flat(module)}
+            converted = flat if dialect is not None else {}
         self._refuse_kernels(model, converted, use_kernels)
         self._model_type = model.config.model_type
         self._left_dense = len(converted) < len(experts)
@@ -117,7 +120,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """The experts modules that the config does not leave out; ValueError if there are none."""
         skip = self.quantization_config.modules_to_not_convert
         converted = {name: module for name, module in experts.items() if should_convert_module(name, skip)}
-        if not converted:
+        if not converted and not self.quantization_config.dequantize:
             others = unpackable(model)
             hint = f" outside modules_to_not_convert = {skip}" if experts else ""
             hint = f"; its {', '.join(others)} cannot be packed" if others and not experts else hint
@@ -189,6 +192,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 ours += [self._per_expert(c, suffix, anchor) for c in _conversions_of(names, weight_conversions)]
             if task.dialect is None or task.dialect.layout == "stacked":
                 ours += self._stacked(names, suffix, anchor)
+        if task.dialect is None:
+            ours += self._flat({full for module, full in task.targets.values() if _is_flat(module)})
         if task.dialect is not None and task.dialect.layout == "per expert":
             sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
             ours.append(WeightConverter(sources, [".weight"], [DecodeLinear(task)]))
@@ -214,6 +219,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             [source + anchor for source in sources], targets[0] + suffix, operations, targets, self._task
         )
         return scoped_like(original, converter)
+
+    def _flat(self, names: set[str]) -> list[WeightTransform]:
+        """Conversions of the 2-D tensors of flat classes."""
+        assert self._task is not None
+        found: list[WeightTransform] = []
+        for owner, proj in sorted({tuple(name.split(".")[-2:]) for name in names}):
+            sources = [rf"{owner}.mlp.{source}$" for source in FLAT_SOURCES[proj]]
+            target = f"{owner}.{proj}"
+            found.append(ExpertsConverter(sources, f"{target}_blocks", [FlatRows()], [target], self._task))
+        return found
 
     def _stacked(self, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
         """Conversions of tensors that hold all experts already, dense or packed."""
@@ -256,6 +271,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         assert task is not None
         self._check_filled(model, task)
         if config.dequantize:
+            self._dequantize(model)
             self.remove_quantization_config(model)
         else:
             # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
@@ -381,6 +397,11 @@ def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list
         if isinstance(conversion, WeightConverter)
         and any(name.endswith(conversion.target_patterns[0]) for name in names)
     ]
+
+
+def _is_flat(module: nn.Module) -> bool:
+    layout = layout_of(module)
+    return layout is not None and layout.is_flat
 
 
 def _fills(conversion: WeightTransform, task: Task) -> bool:

@@ -99,6 +99,8 @@ EXTRA = {
     "kimi_linear": MLA | HYBRID | SPARSE,
     "mistral4": {"num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8, "kv_n_heads": 2}, "max_seq_len": 64}
+    | {"ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}}},
     "flint": {"mlp_only_layers": []},
     "gemma4_text": {"enable_moe_block": True},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
@@ -136,12 +138,12 @@ glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa 
 hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling2_loop_text inkling2_text inkling_text jamba kimi_linear kolibri1 laguna
 lara_mini lfm2_moe llama4_text longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mistral4
 mistral_large4 mixtral muse_spark nemotron_h olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
-qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp_text solar_open step3p7 unlimited_ocr zaya
+qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp_text solar_open step3p7 unlimited_ocr zaya dbrx
 """.split()  # noqa: SIM905  # one a line would be seventy lines
 MODELS = Path(transformers.__file__).parent / "models"
 SOURCES = {file: file.read_text(encoding="utf-8") for file in MODELS.glob("*/modeling_*.py")}
 DECORATED = {f.parent.name for f, text in SOURCES.items() if re.search(r"^@use_experts_impl", text, re.MULTILINE)}
-UNDECORATED_FOLDERS = {"llama4", "longcat_flash", "step3p7"}
+UNDECORATED_FOLDERS = {"dbrx", "llama4", "longcat_flash", "step3p7"}
 
 
 def folder_of(family):
@@ -203,6 +205,13 @@ def with_decoded_experts(model, packed, decoded):
         for proj in module.projection_names:
             weight = decoded(*module.packed(proj))
             weight = weight.mT if module.layout.is_transposed else weight
+            if module.layout.is_flat:
+                inner, flat = modules[name].mlp, (-1, modules[name].hidden_size)
+                if proj == "down_proj":
+                    inner.w2.data = weight.mT.reshape(flat)
+                else:
+                    inner.w1.data, inner.v1.data = (half.reshape(flat) for half in weight.chunk(2, dim=1))
+                continue
             stack = getattr(modules[name], proj).data
             stack.zero_()[: weight.shape[0]] = weight
     return model
