@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/load_speed.py
 
 Quantizes the random Qwen3-MoE of `load_memory.py` (10 layers of 64 experts, 2 GB in bfloat16) once, saves it packed
-with a tensor an expert (compressed-tensors, 3,840 tensors) and stacked (hf_mxfp4, 40 tensors), and times three things in
-turn, on a warm page cache: `load_file` and a pass over every byte; `load_file` and a copy of every tensor, which is
+with a tensor an expert (compressed-tensors, 3,840 tensors) and stacked (hf_mxfp4, 40 tensors), and times three things
+in turn, on a warm page cache: `load_file` and a pass over every byte; `load_file` and a copy of every tensor, which is
 what reading into memory of one's own costs; and `from_pretrained`, with the same pass over every byte of the model.
 The loaded experts are compared with the saved ones before anything is timed. Medians of wall time; the ratios count
 (goal: 0.8 of reading). Needs 3 GB of disk.
