@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from accelerate.hooks import add_hook_to_module
 from torch import nn
-from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightTransform
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..experts import MXFP4Experts, find_experts
-from ..families import FLAT_SOURCES, expert_lists, layout_of, projections, unpackable
+from ..families import expert_lists, layout_of, projections, unpackable
 from ..formats import (
     CheckpointError,
     Dialect,
@@ -31,14 +31,14 @@ from ..formats import (
     is_expert,
     per_expert,
     read_headers,
-    stacked,
 )
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
+from . import plan, ties
 from .config import MXFP4Config, names_mxfp4
-from .conversion import ExpertsConverter, FlatRows, KeepStack, Task, scoped_like
+from .conversion import ExpertsConverter
 from .linears import DecodeLinear, LinearConverter
-from .saving import saving_conversions, saving_renamings, saving_stacks
+from .task import Task
 
 logger = logging.get_logger(__name__)
 
@@ -153,7 +153,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                         packed.register_parameter(proj + suffix, nn.Parameter(stand_in, requires_grad=False))
             model.set_submodule(name, packed)
             swapped[name] = packed
-        _retie(model)
+        ties.retie(model)
         return swapped
 
     def _refuse_kernels(self, model: nn.Module, dense: dict[str, nn.Module], use_kernels: bool) -> None:
@@ -183,88 +183,11 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """
         task = self._task
         assert task is not None
-        linears = {full for module, full in task.targets.values() if isinstance(module, MXFP4Linear)}
-        packed = {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
-        dense = {full for _, full in task.targets.values()} - packed - linears
-        ours: list[WeightTransform] = [LinearConverter(task)] if linears else []
-        for names, suffix, anchor in ((packed, "_blocks", "$"), (dense, "", "(?:$)")):
-            if task.dialect is None or task.dialect.layout == "per expert":
-                ours += [self._per_expert(c, suffix, anchor) for c in _conversions_of(names, weight_conversions)]
-            if task.dialect is None or task.dialect.layout == "stacked":
-                ours += self._stacked(names, suffix, anchor)
-        if task.dialect is None:
-            ours += self._flat({full for module, full in task.targets.values() if _is_flat(module)})
-        if task.dialect is not None and task.dialect.layout == "per expert":
-            sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
-            ours.append(WeightConverter(sources, [".weight"], [DecodeLinear(task)]))
-        if packed or linears:
-            self._prepare_saving(_conversions_of(packed, weight_conversions), packed, bool(linears))
-        return ours + list(weight_conversions)
-
-    def _per_expert(self, original: WeightConverter, suffix: str, anchor: str) -> WeightConverter:
-        """The model's conversion of per-expert tensors, from dense or packed ones.
-
-        The sources end in `anchor`, so that no two converters have the same; the model's own stay in use.
-        """
-        assert self._task is not None
-        dialect = self._task.dialect
-        sources = list(original._original_source_patterns)
-        if dialect is not None:
-            bases = [pattern.removesuffix(".weight") for pattern in sources]
-            sources = [base + ending for ending in (dialect.blocks, dialect.scales) for base in bases]
-        # Packed rows are output rows in every layout, so that what transposes dense weights has nothing to do.
-        operations = [op for op in original.operations if dialect is None or not isinstance(op, Transpose)]
-        targets = list(original._original_target_patterns)
-        converter = ExpertsConverter(
-            [source + anchor for source in sources], targets[0] + suffix, operations, targets, self._task
-        )
-        return scoped_like(original, converter)
-
-    def _flat(self, names: set[str]) -> list[WeightTransform]:
-        """Conversions of the 2-D tensors of flat classes."""
-        assert self._task is not None
-        found: list[WeightTransform] = []
-        for owner, proj in sorted({tuple(name.split(".")[-2:]) for name in names}):
-            sources = [rf"{owner}.mlp.{source}$" for source in FLAT_SOURCES[proj]]
-            target = f"{owner}.{proj}"
-            found.append(ExpertsConverter(sources, f"{target}_blocks", [FlatRows()], [target], self._task))
-        return found
-
-    def _stacked(self, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
-        """Conversions of tensors that hold all experts already, dense or packed."""
-        assert self._task is not None
-        dialect = self._task.dialect
-        leaves = sorted({".".join(name.split(".")[-2:]) for name in names})
-        stored = [""] if dialect is None else [dialect.blocks, dialect.scales]
-        return [
-            ExpertsConverter(
-                [f"{leaf}{ending}{anchor}" for ending in stored], leaf + suffix, [KeepStack()], [leaf], self._task
-            )
-            for leaf in leaves
-        ]
-
-    def _prepare_saving(self, originals: list[WeightConverter], names: set[str], has_linears: bool) -> None:
-        """Chooses the layout that a save of this model is in, and the conversions that make it."""
-        config = self.quantization_config
-        patterns = [pattern for original in originals for pattern in original._original_source_patterns]
-        per_expert_names = bool(patterns or has_linears) and all(p.endswith(".weight") and "*" in p for p in patterns)
-        if config.save_format == "gpt-oss" and self._model_type != "gpt_oss":
-            raise ValueError(f"save_format='gpt-oss' is for gpt-oss models, not {self._model_type}; use 'hf_mxfp4'")
-        if has_linears and config.save_format not in ("auto", per_expert.COMPRESSED_TENSORS.name):
-            raise ValueError(
-                f"save_format={config.save_format!r} stacks experts, and this model's are single layers; use"
-                f" {per_expert.COMPRESSED_TENSORS.name!r} or 'auto'"
-            )
-        asked = config.save_format
-        if asked == "auto" and self._left_dense and not has_linears:
-            asked = "hf_mxfp4"  # stock Transformers cannot read a per-expert file in which some experts are dense
-        dialect = _save_dialect(asked, per_expert_names, self._model_type)
-        if dialect == per_expert.COMPRESSED_TENSORS:
-            self._saving = [twin for original in originals for twin in saving_conversions(original, dialect)]
-            self._saving += saving_renamings(dialect) if has_linears else []
-        else:
-            self._saving = saving_stacks(sorted({".".join(name.split(".")[-2:]) for name in names}), dialect)
-        config.write_as(dialect)
+        if any(isinstance(module, PackedModule) for module, _ in task.targets.values()):
+            wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
+            dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
+            self.quantization_config.write_as(dialect)
+        return plan.for_loading(task, weight_conversions) + list(weight_conversions)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         task, config = self._task, self.quantization_config
@@ -330,7 +253,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 if (hook := getattr(module, "_hf_hook", None)) is not None:
                     add_hook_to_module(dense, hook)
                 model.set_submodule(name, dense)
-        _untie(model)
+        ties.untie(model)
         return model
 
     def remove_quantization_config(self, model: nn.Module) -> None:
@@ -362,41 +285,6 @@ def _tell_of_decoded_layers(tensors: Mapping[str, TensorInfo]) -> None:
             f"hf_mxfp4: {len(layers)} layers beside the experts are stored in MXFP4, such as {layers[0]}; they are"
             " decoded to dense weights"
         )
-
-
-def _retie(model: nn.Module) -> None:
-    """Ties packed projections where the model tied dense ones."""
-    for module in model.modules():
-        tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
-        for target, source in list(tied.items()):
-            owner, _, proj = target.rpartition(".")
-            if proj in _PROJECTIONS and isinstance(module.get_submodule(owner), MXFP4Experts):
-                del tied[target]
-                tied.update({target + suffix: source + suffix for suffix in ("_blocks", "_scales")})
-
-
-def _untie(model: nn.Module) -> None:
-    """The reverse, once dense modules are back: one weight for each tie again."""
-    for module in model.modules():
-        tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
-        for target, source in list(tied.items()):
-            owner, _, proj = target.removesuffix("_blocks").rpartition(".")
-            if target.endswith("_blocks") and proj in _PROJECTIONS:
-                shared = module.get_parameter(source.removesuffix("_blocks"))
-                module.get_submodule(owner).register_parameter(proj, shared)
-                tied[f"{owner}.{proj}"] = source.removesuffix("_blocks")
-            if target.endswith(("_blocks", "_scales")):
-                del tied[target]
-
-
-def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list[WeightConverter]:
-    """The conversions that fill the projections `names` of the model."""
-    return [
-        conversion
-        for conversion in conversions
-        if isinstance(conversion, WeightConverter)
-        and any(name.endswith(conversion.target_patterns[0]) for name in names)
-    ]
 
 
 def _is_flat(module: nn.Module) -> bool:
@@ -439,18 +327,3 @@ def _placeholder_dtype(dtypes: set[str]) -> torch.dtype:
     if not dtypes or "F64" in dtypes:
         return torch.float32
     return reduce(torch.promote_types, (_TORCH_DTYPES[name] for name in dtypes))
-
-
-def _save_dialect(asked: str, per_expert_names: bool, model_type: str) -> Dialect:
-    """The layout to save in: what was asked for, or what other readers of such a model expect."""
-    rows = {row.name: row for row in (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)}
-    if asked == "compressed-tensors" and not per_expert_names:
-        raise ValueError(
-            "save_format='compressed-tensors' stores a tensor an expert, and this model's files do not;"
-            " use save_format='hf_mxfp4'"
-        )
-    if asked != "auto":
-        return rows[asked]
-    if model_type == "gpt_oss":
-        return stacked.GPT_OSS
-    return per_expert.COMPRESSED_TENSORS if per_expert_names else stacked.HF_MXFP4

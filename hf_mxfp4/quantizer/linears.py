@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from .. import mxfp4
 from ..formats import CheckpointError
 from ..linear import MXFP4Linear
-from .conversion import KeepStack, Task, check_shape, first, read, without_tensors
+from .task import KeepStack, Task, check_shape, first, read, without_tensors
 
 
 class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers has no type marker

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 
 from .. import mxfp4
 from ..formats import Dialect, stacked
-from .conversion import KeepStack, first, scoped_like
+from .task import KeepStack, first, scoped_like
 
 
 class StackExperts(MergeModulelist):  # type: ignore[misc]
