@@ -1,9 +1,14 @@
 """Private memory while a bfloat16 checkpoint is quantized on load, by the benchmark's own function on a small model."""
 
 import importlib.util
+import weakref
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4.quantizer import conversion
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "load_memory.py"
 
@@ -31,3 +36,19 @@ def test_memory_with_all_layers_on_the_disk_is_about_a_layers(benchmark, tmp_pat
     # One layer's packed experts, one expert of the next, and what the interpreter needs for its own.
     assert figures.peak_bytes <= figures.packed_bytes / sizes.layers + 50e6
     assert figures.peak_bytes < figures.packed_bytes
+
+
+def test_no_more_than_one_experts_tensors_are_held_at_a_time(monkeypatch):
+    """On any device: what the loader reads it reads to the device of the parameter, and this is when it reads."""
+    alive, most, original = weakref.WeakSet(), [0], conversion.read
+
+    def read(item):
+        tensor = original(item)
+        alive.add(tensor)
+        most[0] = max(most[0], len(alive))
+        return tensor
+
+    monkeypatch.setattr(conversion, "read", read)
+    config = hf_mxfp4.MXFP4Config()
+    AutoModelForCausalLM.from_pretrained(hf_mxfp4.demo_model_path(), quantization_config=config)
+    assert 1 <= most[0] <= 3  # gate and up of one expert, and one that is on its way out

@@ -26,7 +26,7 @@ from .. import mxfp4, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError
-from .task import FlatRows, KeepStack, Task, check_shape, first, read, without_tensors
+from .task import FlatRows, KeepStack, Task, check_shape, dtype_names, first, read, without_tensors
 
 _Part = tuple[str, tuple[Tensor, ...]]
 """Rows of an expert: what errors call them, and the dense rows, or their codes and scales."""
@@ -121,7 +121,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         if len(stacks) == 2 and isinstance(module, MXFP4Experts):
             packed = self.task.decode(name, stacks[0], stacks[1])
             check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
-            return self._packed(module, name, packed, stacks)
+            return self._packed(module, name, packed, dtype_names(stacks))
         self._check_stacks(module, name, stacks)
         return self._fill(module, name, _whole(name, zip(*stacks, strict=True)))
 
@@ -198,29 +198,30 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             )
             yield [(f"{name}, expert {e}", parts)]
 
-    def _fill(self, module: nn.Module, name: str, experts: Iterable[list[_Part]]) -> dict[str, Tensor]:
+    def _fill(self, module: nn.Module, name: str, experts: Iterator[list[_Part]]) -> dict[str, Tensor]:
         """From each expert's rows in turn: dense ones, or their codes and scales."""
         count, rows, columns = _canonical_shape(module, name)
         turned = _layout(module).is_transposed
         out: Any = None
-        sources: tuple[Tensor, ...] = ()
-        for e, parts in zip(range(count), experts, strict=False):
+        dtypes: tuple[str, ...] = ()
+        for e in range(count):
             top = 0
-            for where, tensors in parts:
+            for where, tensors in next(experts):
                 tensor = self._canonical(turned, where, tensors)
                 height = tensor.blocks.shape[0]
                 check_shape(tensor.blocks, (min(height, rows - top), columns // 2), where)
                 if out is None:
-                    sources, out = tensors, self._room(module, name, tensor.blocks.device)
+                    dtypes, out = dtype_names(tensors), self._room(module, name, tensor.blocks.device)
                 if isinstance(out, mxfp4.MXFP4Tensor):
                     out.blocks[e, top : top + height], out.scales[e, top : top + height] = tensor
                 else:
                     matrix = out[e].mT if turned else out[e]
                     matrix[top : top + height] = tensor.dequantize(out.dtype)
                 top += height
+                del tensors, tensor  # before the next are read
             if top != rows:
                 raise CheckpointError(f"{name}, expert {e}: {top} rows in the checkpoint, {rows} in the model")
-        return self._packed(module, name, out, sources) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
+        return self._packed(module, name, out, dtypes) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
     def _room(self, module: nn.Module, name: str, device: torch.device) -> mxfp4.MXFP4Tensor | Tensor:
         """The tensors to fill."""
@@ -283,11 +284,11 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         return mxfp4.quantize(matrix, *self.task.rules, name=name)
 
     def _packed(
-        self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, sources: Iterable[Tensor]
+        self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: tuple[str, ...]
     ) -> dict[str, Tensor]:
         assert isinstance(module, MXFP4Experts)
         layout = "per expert" if any("*" in pattern for pattern in self.source_patterns) else "stacked"
-        return self.task.hand_over(module, name, tensor, sources, layout)
+        return self.task.hand_over(module, name, tensor, dtypes, layout)
 
 
 def _whole(name: str, experts: Iterable[tuple[Tensor, ...]]) -> Iterator[list[_Part]]:

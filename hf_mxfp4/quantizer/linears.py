@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from .. import mxfp4
 from ..formats import CheckpointError
 from ..linear import MXFP4Linear
-from .task import KeepStack, Task, check_shape, first, read, without_tensors
+from .task import KeepStack, Task, check_shape, dtype_names, first, read, without_tensors
 
 
 class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers has no type marker
@@ -66,7 +66,7 @@ class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers ha
         else:
             tensor = mxfp4.quantize(parts[0], *self.task.rules, name=name)
         check_shape(tensor.blocks, tuple(module.packed("weight").blocks.shape), name)
-        return self.task.hand_over(module, name, tensor, parts, "per expert")
+        return self.task.hand_over(module, name, tensor, dtype_names(parts), "per expert")
 
 
 class DecodeLinear(ConversionOps):  # type: ignore[misc]

@@ -49,7 +49,7 @@ class Task(NamedTuple):
         module: PackedModule,
         name: str,
         tensor: mxfp4.MXFP4Tensor,
-        sources: Iterable[Tensor],
+        dtypes: tuple[str, ...],
         layout: str,
     ) -> dict[str, Tensor]:
         """What the loader is to set for the weight `name`, and the module told of it.
@@ -58,13 +58,12 @@ class Task(NamedTuple):
             module: what holds the weight.
             name: in full.
             tensor: the packed weight.
-            sources: tensors of the checkpoint that it was made from, for their dtypes.
+            dtypes: of the checkpoint's tensors that it was made from.
             layout: of these, in words.
 
         Returns:
             The parameters by full name.
         """
-        dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in sources)
         if self.dialect is not None:
             module.source = Source(self.dialect.name, dtypes, "kept byte for byte")
         else:
@@ -122,6 +121,11 @@ def read(item: Future[Tensor] | Callable[[], Tensor] | Tensor) -> Tensor:
     if isinstance(item, Tensor):
         return item
     return item.result() if isinstance(item, Future) else item()
+
+
+def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """What torch calls the tensors' dtypes."""
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 def first(tensors: dict[str, Any]) -> Tensor:

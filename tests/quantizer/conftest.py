@@ -232,9 +232,9 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     columns = list(dict.fromkeys(check for row in table.values() for check in row))
     terminalreporter.section("families and checks")
-    terminalreporter.write_line("family".ljust(24) + "  ".join(columns))
+    terminalreporter.write_line("family".ljust(28) + "  ".join(columns))
     for family, row in table.items():
         cells = {True: "ok", False: "FAILED", None: "-"}
         texts = [f"{v:.0e}" if type(v) is float else cells[v] for v in (row.get(check) for check in columns)]
         line = "  ".join(text.ljust(len(check)) for text, check in zip(texts, columns, strict=True))
-        terminalreporter.write_line(family.ljust(24) + line)
+        terminalreporter.write_line(family.ljust(28) + line)
