@@ -37,7 +37,7 @@ Ties = Literal["even", "zero", "away"]
 SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 TIES: tuple[Ties, ...] = get_args(Ties)
 
-QUANTIZE_CHUNK_BYTES = 8 << 20
+QUANTIZE_CHUNK_BYTES = 2 << 20
 """Working memory that `quantize` allows itself, in bytes, whatever the size of the weight."""
 
 _WORKING_BYTES_PER_WEIGHT = 16
