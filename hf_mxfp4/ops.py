@@ -4,7 +4,7 @@
 
 E experts, N output features, K input features, T tokens, k experts a token, S = T * k rows sorted by expert.
 The real and the fake implementation share one check. The derivative of the op is the op itself with `transpose`
-turned over, so gradients of any order reach `x`; packed bytes have none.
+turned over, so gradients of any order reach `x`, backward and forward; packed bytes have none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import routing
 from .backends import choose, reference
@@ -47,8 +48,16 @@ def grouped_linear(
         TypeError: dtypes that do not fit.
         ValueError: shapes that do not fit, or an unknown backend.
     """
-    out: Tensor = torch.ops.hf_mxfp4.grouped_linear(x, blocks, scales, offsets, transpose, backend)
-    return out
+
+    def run(rows: Tensor) -> Tensor:
+        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(rows, blocks, scales, offsets, transpose, backend)
+        return out
+
+    if torch.compiler.is_compiling():
+        return run(x)
+    # torch.library registers no forward-mode derivative; the op is linear in x, so its tangent goes through it as well.
+    primal, tangent = forward_ad.unpack_dual(x)
+    return run(primal) if tangent is None else forward_ad.make_dual(run(primal), run(tangent))
 
 
 def mxfp4_expert_linear(

@@ -453,3 +453,18 @@ def test_packed_weights_of_one_expert_are_refused(routed):
     arguments |= {name: arguments[name][0] for name in ("packed_weights", "scale_bytes")}
     with pytest.raises(ValueError, match=r"packed_weights \[6, 32\].*\[E, N, K/2\]"):
         mxfp4_expert_linear(**arguments)
+
+
+def test_forward_mode_derivatives_agree_with_backward_mode_ones(routed):
+    arguments = routed(tokens=5, k=2, dtype=torch.float64)
+    tokens = arguments.pop("latent_tokens")
+    tangent = torch.randn_like(tokens)
+
+    def linear(x):
+        return mxfp4_expert_linear(x, **arguments)
+
+    value, got = torch.func.jvp(linear, (tokens,), (tangent,))
+    assert torch.equal(value, linear(tokens))
+    expected = torch.autograd.functional.jvp(linear, tokens, tangent)[1]  # by two backward passes
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(got, expected)
