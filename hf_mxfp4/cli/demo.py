@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     failures: list[str] = []
 
     dense = AutoModelForCausalLM.from_pretrained(source)
+    if not _packed_failures(dense):  # the source is packed
+        dense.dequantize()
     dense_text, dense_speed = _generate(dense, tokenizer, options)
     dense_bytes = packed_report(dense).bytes
     del dense

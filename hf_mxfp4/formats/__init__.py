@@ -14,6 +14,7 @@ The tensors of a file decide; its config is not asked.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -86,17 +87,23 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
     """Reads the headers of safetensors files, no weights.
 
     Args:
-        files: paths; others than `*.safetensors` are passed over.
+        files: paths; of others than `*.safetensors` only those that torch.save wrote are looked at, for being whole.
 
     Returns:
         Every tensor by name.
 
     Raises:
-        CheckpointError: a file that is cut short or no safetensors file, or a tensor that is in two files, named.
+        CheckpointError: a file that is missing, cut short or no safetensors file, or a tensor that is in two files,
+            named.
     """
     tensors: dict[str, TensorInfo] = {}
     for file in map(Path, files):
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
         if file.suffix != ".safetensors":
+            with file.open("rb") as stream:
+                if b"PK".startswith(stream.read(2)) and not zipfile.is_zipfile(stream):  # an empty file is neither
+                    raise CheckpointError(f"{file} is cut short: it begins like a file of torch.save and has no end")
             continue
         try:
             with safe_open(file, framework="pt") as opened:

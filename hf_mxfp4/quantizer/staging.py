@@ -1,12 +1,15 @@
 """A save that is there whole or not at all.
 
 Transformers writes a checkpoint file by file over what stands in the folder, and leaves weight files behind that the
-new index does not name. Here a packed model is first written to a folder inside the target; only when all of it is on
-disk do its files take the place of the old ones, weights before the config that describes them.
+new index does not name. Here a packed model is first written to a folder inside the target. Only when all of it is on
+disk do its files take the place of the old ones, which are put aside and come back if that fails half way. While
+files change places the target has no config.json, so what a killed process leaves does not load as a model that
+is neither the old nor the new; the next save puts the old files back before it begins.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 
 STAGING = ".hf_mxfp4-saving"
+_NEW, _OLD, _NAMES = "new", "old", "names.json"  # inside it: what is saved, what it replaces, the names of the former
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -42,15 +46,18 @@ def save(stock: Callable[..., Any], model: Any, target: str | os.PathLike[str], 
     staging = folder / STAGING
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
-        staging.mkdir()
-        result = stock(model, staging, *args, **kwargs)
-        _sync(staging)
-        _move(staging, folder)
+        _undo(folder)  # a save that was killed
+        (staging / _NEW).mkdir(parents=True)
+        result = stock(model, staging / _NEW, *args, **kwargs)
+        _sync(staging / _NEW)
+        _exchange(folder)
     except BaseException:
-        shutil.rmtree(folder if is_new else staging, ignore_errors=True)
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _undo(folder)
         raise
-    staging.rmdir()
+    shutil.rmtree(staging)
     return result
 
 
@@ -63,16 +70,41 @@ def applies(target: str | os.PathLike[str], kwargs: dict[str, Any]) -> bool:
 
 def _sync(folder: Path) -> None:
     """Waits until every file is on disk, so that a full or failing disk is noticed before anything is replaced."""
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
 
 
-def _move(staging: Path, folder: Path) -> None:
-    """Puts the new files in the place of the old, and removes weights of an older checkpoint."""
-    new = sorted((file.name for file in staging.iterdir()), key=lambda name: (name == "config.json", name))
-    for name in new:
-        (staging / name).replace(folder / name)
-    for file in folder.iterdir():
-        if file.name not in new and _WEIGHTS.fullmatch(file.name):
-            file.unlink()
+def _config_last(name: str) -> tuple[bool, str]:
+    return name == "config.json", name
+
+
+def _exchange(folder: Path) -> None:
+    """Puts the old files aside, weights of any older checkpoint with them, and the new ones in their place."""
+    staging = folder / STAGING
+    names = sorted((file.name for file in (staging / _NEW).iterdir()), key=_config_last)
+    replaced = [file.name for file in folder.iterdir() if file.name in names or _WEIGHTS.fullmatch(file.name)]
+    (staging / _OLD).mkdir()
+    (staging / "written").write_text(json.dumps(names), encoding="utf-8")
+    (staging / "written").replace(staging / _NAMES)  # whole when it is there: from here on files move
+    for name in sorted(replaced, key=_config_last, reverse=True):
+        (folder / name).replace(staging / _OLD / name)
+    for name in names:
+        (staging / _NEW / name).replace(folder / name)
+
+
+def _undo(folder: Path) -> None:
+    """Clears up after a save that stopped somewhere: the old files are back, or all the new ones are in place.
+
+    A new file goes back to where it came from, so that this too can be stopped anywhere and done again.
+    """
+    staging = folder / STAGING
+    names = json.loads((staging / _NAMES).read_text(encoding="utf-8")) if (staging / _NAMES).exists() else []
+    if any((staging / _NEW / name).exists() for name in names):
+        for name in reversed(names):
+            if not (staging / _NEW / name).exists():
+                (folder / name).replace(staging / _NEW / name)
+        for name in sorted((file.name for file in (staging / _OLD).iterdir()), key=_config_last):
+            (staging / _OLD / name).replace(folder / name)
+    shutil.rmtree(staging, ignore_errors=True)

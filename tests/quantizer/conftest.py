@@ -235,6 +235,6 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.write_line("family".ljust(28) + "  ".join(columns))
     for family, row in table.items():
         cells = {True: "ok", False: "FAILED", None: "-"}
-        texts = [f"{v:.0e}" if type(v) is float else cells[v] for v in (row.get(check) for check in columns)]
+        texts = [f"{v:.2g}" if type(v) is float else cells[v] for v in (row.get(check) for check in columns)]
         line = "  ".join(text.ljust(len(check)) for text, check in zip(texts, columns, strict=True))
         terminalreporter.write_line(family.ljust(28) + line)

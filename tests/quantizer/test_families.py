@@ -21,9 +21,11 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -153,6 +155,14 @@ UNDECORATED_FOLDERS = {"dbrx", "llama4", "longcat_flash", "step3p7"}
 # Parts of a model that no AutoModel makes.
 NO_AUTO_CLASS = {"qwen3_omni_moe_talker_text": "Qwen3OmniMoeTalkerModel"}
 
+# What does not continue token ids one by one: it draws, it has no head, or its config lacks what generation needs.
+NO_GREEDY_TOKENS = {
+    "diffusion_gemma",
+    "openai_privacy_filter",
+    "qwen3_omni_moe_talker_text",
+    "qwen3_omni_moe_thinker",
+}
+
 
 def config_module(family):
     """The module of the family's models."""
@@ -197,7 +207,11 @@ def build(family):
             for parameter in part.parameters():  # only the whole model initialises its experts
                 parameter.data = torch.randn_like(parameter) / 10 if parameter.ndim == 3 else parameter.data
             return part
-        auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        autos = [
+            (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+            (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+        ]
+        auto = next((auto for mapping, auto in autos if type(config) in mapping), AutoModel)
         return auto.from_config(config).float().eval()
     except (ValueError, StrictDataclassError) as error:
         if OLDER:
@@ -239,6 +253,20 @@ def with_decoded_experts(model, packed, decoded):
     return model
 
 
+def largest_error(given, decoded, packed):
+    """The largest relative RMSE of a weight that was packed; 0.114 is what the format makes of a normal distribution.
+
+    Rows past those of the experts with weights (longcat_flash has identity experts) are left out.
+    """
+    errors = [0.0]
+    for name, before in given.items():
+        if not torch.equal(before, decoded[name]):
+            module = packed[next(prefix for prefix in packed if name.startswith(f"{prefix}."))]
+            rows = module.num_routed if before.ndim == 3 else len(before)
+            errors.append(((decoded[name][:rows] - before[:rows]).norm() / before[:rows].norm()).item())
+    return max(errors)
+
+
 @pytest.fixture(scope="module")
 def packed_classes():
     """The classes that were packed, by the family in whose model they were."""
@@ -260,13 +288,16 @@ def test_family(family, packed_of, decoded, family_table, packed_classes):
 
         tokens = torch.randint(3, 240, (2, 11), generator=torch.Generator().manual_seed(3))
         dense_logits = run(stock, tokens)
+        given = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
         reference = with_decoded_experts(stock, packed_of(packed), decoded)
+        row["error"] = largest_error(given, reference.state_dict(), packed_of(packed))
+        assert 0.05 < row["error"] <= 0.125  # of the source's weights, whatever way they took into the packed bytes
         logits, expected = run(packed, tokens), run(reference, tokens)
         assert not torch.equal(dense_logits, expected)  # the experts take part in what is compared
         row["logits"] = ((logits - expected).norm() / expected.norm()).item()
         assert row["logits"] <= 2e-5
 
-        row["tokens"] = same_greedy_tokens(packed, reference, tokens)
+        row["tokens"] = None if family in NO_GREEDY_TOKENS else same_greedy_tokens(packed, reference, tokens)
         assert row["tokens"] is not False
 
         packed.save_pretrained(saved.name)
@@ -291,14 +322,9 @@ def test_family(family, packed_of, decoded, family_table, packed_classes):
 
 
 def same_greedy_tokens(a, b, tokens):
-    """None where the family does not generate from token ids alone."""
+    """Whether both models continue the tokens in the same way."""
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
-    try:
-        expected = b.generate(tokens, **options)
-    except Exception:  # noqa: BLE001  # whatever stock raises, it does not generate like this
-        return None
-    if not isinstance(expected, torch.Tensor) or a.config.model_type.startswith("diffusion"):
-        return None
+    expected = b.generate(tokens, **options)
     assert expected.shape[1] > tokens.shape[1]
     return torch.equal(a.generate(tokens, **options), expected)
 

@@ -1,11 +1,14 @@
 """A save that fails or is killed leaves what was there, whole; one that works leaves nothing of an older one."""
 
+import itertools
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,67 @@ def test_target_on_which_a_file_cannot_grow_is_left_whole(target, sources):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
+@pytest.mark.parametrize("error", [OSError("Input/output error"), KeyboardInterrupt()], ids=["disk", "interrupt"])
+def test_save_that_fails_while_files_change_places_puts_the_old_ones_back(target, model, monkeypatch, error):
+    before, calls, stop = contents(target), 0, 0
+    original = Path.replace
+
+    def failing(self, to):
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise error
+        return original(self, to)
+
+    for stop in itertools.count(1):  # noqa: B007  # at every rename in turn
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", failing)
+            try:
+                model.save_pretrained(target, max_shard_size="30KB")
+            except type(error):
+                assert contents(target) == before
+                assert not (target / staging.STAGING).exists()
+            else:
+                break
+    assert stop > 15  # the old ones out, the new ones in
+    assert not (target / staging.STAGING).exists()
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+@pytest.mark.parametrize("rename", [2, 5, 12])
+def test_save_killed_while_files_change_places_is_undone_by_the_next(target, model, sources, monkeypatch, rename):
+    before = contents(target)
+    code = (
+        "import os, pathlib, signal, sys, hf_mxfp4\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=hf_mxfp4.MXFP4Config())\n"
+        "replace, calls = pathlib.Path.replace, []\n"
+        "def killing(self, to):\n"
+        "    calls.append(to)\n"
+        "    if len(calls) == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return replace(self, to)\n"
+        "pathlib.Path.replace = killing\n"
+        "model.save_pretrained(sys.argv[2], max_shard_size='30KB')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, sources["qwen3_moe"], str(target), str(rename)])
+    assert result.returncode == -signal.SIGKILL
+    assert (target / staging.STAGING).exists()
+    if rename > 2:
+        with pytest.raises((OSError, ValueError), match="config"):
+            AutoModelForCausalLM.from_pretrained(target)
+
+    def failing(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", failing)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_pretrained(target)
+    assert_is_whole(target, before)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(target, model, sources):
     before = contents(target)
@@ -119,14 +183,24 @@ def test_failed_save_to_a_new_folder_leaves_no_folder(model, tmp_path, monkeypat
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_target_is_named(target, model):
-    target.chmod(0o500)
-    try:
-        with pytest.raises(PermissionError, match=str(target)):
-            model.save_pretrained(target)
-    finally:
-        target.chmod(0o700)
+def test_read_only_target_is_named(model):
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as temporary:  # not in tmp_path, which only its owner may enter
+        target = Path(temporary) / "target"
+        model.save_pretrained(target)
+        before = contents(target)
+        Path(temporary).chmod(0o755)
+        target.chmod(0o555)
+        user = os.geteuid()
+        try:
+            if user == 0:  # who may write anywhere
+                os.seteuid(nobody)
+            with pytest.raises(PermissionError, match=str(target)):
+                model.save_pretrained(target)
+        finally:
+            os.seteuid(user)
+            target.chmod(0o755)
+        assert contents(target) == before
 
 
 def test_target_that_is_no_folder_is_named(model, tmp_path):
@@ -158,14 +232,20 @@ def test_saves_of_other_models_are_stock(sources, tmp_path, monkeypatch):
 
 
 def test_interrupted_load_leaves_nothing_behind(sources, load, monkeypatch, tmp_path):
+    calls, original = [], hf_mxfp4.mxfp4.quantize
+
     def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
 
     monkeypatch.setattr("hf_mxfp4.mxfp4.quantize", interrupt)
-    before, start = set(tmp_path.iterdir()), time.time()
+    source, start = contents(Path(sources["qwen3_moe"])), time.time()
     with pytest.raises(KeyboardInterrupt):
-        load(sources["qwen3_moe"])
+        load(sources["qwen3_moe"], device_map={"": "cpu", "model.layers.1": "disk"}, offload_folder=tmp_path)
     monkeypatch.undo()
-    assert set(tmp_path.iterdir()) == before
     assert time.time() - start < 30
+    assert contents(Path(sources["qwen3_moe"])) == source
+    assert list(tmp_path.iterdir()) == []
     hf_mxfp4.assert_packed(load(sources["qwen3_moe"]))
