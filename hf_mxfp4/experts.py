@@ -103,7 +103,9 @@ class MXFP4Experts(PackedModule):
                 else:
                     matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
                 blocks[e], scales[e] = mxfp4.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
-        packed.source = Source("dense module", (str(packed.dense_dtype),), f"quantized: {scale_rule}, ties {ties}")
+        packed.source = Source(
+            "dense module", (str(packed.dense_dtype).removeprefix("torch."),), f"quantized: {scale_rule}, ties {ties}"
+        )
         return packed
 
     @property

@@ -1,11 +1,13 @@
 """The commands, their exit status, and that the demo needs no network, no GPU, no compiler and no optional package."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
 from hf_mxfp4.cli import demo, main
@@ -56,6 +58,15 @@ def test_demo_takes_another_model_and_prompt(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "JULIET." in out
     assert "quality gate" not in out
+
+
+def test_demo_of_a_packed_model_compares_it_with_its_dense_one(tmp_path, capsys):
+    source = hf_mxfp4.demo_model_path()
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=hf_mxfp4.MXFP4Config()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
+    assert main(["demo", "--model", str(tmp_path), "--tokens", "3"]) == 0
+    smaller = re.search(r"([\d.]+) times smaller than dense", capsys.readouterr().out)
+    assert float(smaller[1]) > 3
 
 
 def test_demo_fails_when_a_byte_changes_between_save_and_reload(monkeypatch, capsys):

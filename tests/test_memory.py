@@ -5,6 +5,9 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -62,3 +65,41 @@ def test_no_more_than_one_experts_tensors_are_held_at_a_time(monkeypatch):
     config = hf_mxfp4.MXFP4Config()
     AutoModelForCausalLM.from_pretrained(hf_mxfp4.demo_model_path(), quantization_config=config)
     assert 1 <= most[0] <= 3  # gate and up of one expert, and one that is on its way out
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are alive, as an accelerator's allocator does."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                if storage not in self.known and id(storage) not in given:
+                    self.known.add(storage)
+                    self.change(storage.nbytes())
+                    weakref.finalize(storage, self.change, -storage.nbytes())
+        return result
+
+    def change(self, count):
+        self.now += count
+        self.peak = max(self.peak, self.now)
+
+
+def test_on_a_device_an_expert_and_what_is_kept_are_all_that_is_allocated(benchmark, tmp_path, monkeypatch):
+    """What is read is copied, as a device would have it, and every allocation of the conversion is counted."""
+    original = conversion.read
+    monkeypatch.setattr(conversion, "read", lambda item: original(item).clone())
+    sizes = benchmark.Sizes(layers=1, experts=6, hidden=2048, intermediate=2048)
+    benchmark.write_checkpoint(tmp_path, sizes)
+    with Allocations() as allocations:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf_mxfp4.MXFP4Config())
+    packed = hf_mxfp4.packed_report(model).bytes
+    assert allocations.peak >= packed + sizes.expert_bytes / 3  # the counter sees both
+    assert allocations.peak - allocations.now <= 1.1 * sizes.expert_bytes

@@ -237,6 +237,13 @@ def test_onnx_vectors_of_element_rounding():
     assert bytes(packed.blocks[:4].tolist()) == bytes([0x01, 0xE2, 0xE0, 0x80])
 
 
+def test_onnx_vectors_of_scales_rounded_up():
+    """onnx 1.19.1, node test cast_e8m0_FLOAT_to_FLOAT8E8M0 (round_mode up); its zero is a scale of 1 here."""
+    values = [0.124, 0.25, 0.5, 1.1, 2, 4, 8]
+    packed = quantize(torch.stack([block(6 * value) for value in values]), "rceil")
+    assert bytes(packed.scales.flatten().tolist()) == bytes([0x7C, 0x7D, 0x7E, 0x80, 0x80, 0x81, 0x82])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gaussian", "heavy-tailed"])
 def test_floor_with_ties_to_zero_writes_ggufs_bytes(kind, dtype):

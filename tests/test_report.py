@@ -34,7 +34,7 @@ def test_rows_of_packed_and_of_dense_experts(model_of):
     report = packed_report(model_of("packed mixtral", "gpt_oss"))
     packed, dense = report.rows
     assert (packed.name, packed.experts_class, packed.packed) == ("layers.0", "MixtralExperts", True)
-    assert (packed.source, packed.source_dtypes) == ("dense module", ("torch.bfloat16",))
+    assert (packed.source, packed.source_dtypes) == ("dense module", ("bfloat16",))
     assert packed.conversion == "quantized: mse, ties even"
     assert (packed.backend, packed.error) == ("reference", None)
     assert packed.reason

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -361,3 +362,42 @@ def test_pytorch_bin_source_is_quantized(source, load, tmp_path, state):
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_bytes((Path(source) / "config.json").read_bytes())
     assert_same_state(state(load(source)), load(tmp_path).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "dense"),
+    [("gpt_oss", "gpt-oss", "dense, stacked"), ("qwen3_moe", "compressed-tensors", "dense, per expert")],
+)
+def test_report_says_where_a_loaded_model_came_from(sources, packed_folder, load, family, source, dense):
+    made = load(sources[family])
+    for row in hf_mxfp4.packed_report(made).rows:
+        assert (row.source, row.source_dtypes, row.conversion) == (dense, ("bfloat16",), "quantized: mse, ties even")
+    for row in hf_mxfp4.packed_report(AutoModelForCausalLM.from_pretrained(packed_folder(sources[family]))).rows:
+        assert (row.source, row.source_dtypes) == (source, ("uint8", "uint8"))
+        assert row.conversion == "kept byte for byte"
+        assert (row.layout, row.accumulator) == ("uint8 blocks and scales on cpu", "float32")
+
+
+def test_model_lives_on_when_its_files_are_deleted(sources, packed_folder, tokens):
+    for family in ("gpt_oss", "qwen3_moe"):
+        folder = packed_folder(sources[family], family)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        expected = model(tokens).logits
+        shutil.rmtree(folder)
+        assert torch.equal(model(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_config_attributes_that_are_none_are_as_those_that_are_absent(sources, packed_folder, edit_config, family):
+    folder = packed_folder(sources[family])
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    def change(config):
+        stored = config["quantization_config"]
+        stored |= dict.fromkeys(("modules_to_not_convert", "ignore", "backend", "hf_mxfp4"))
+
+    edit_config(folder, change)
+    with hf_mxfp4.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    hf_mxfp4.assert_packed(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
