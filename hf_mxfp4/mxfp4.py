@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from . import pages
+
 BLOCK_SIZE = 32
 """Weights that share one scale byte."""
 
@@ -181,7 +183,7 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float3
         raise TypeError(f"dtype is {dtype}; dequantize gives a floating point tensor")
     blocks, scales = canonical(blocks, scales)
     compute = dtype if dtype in _PAIR_TABLES else torch.float32
-    out = torch.empty(*blocks.shape[:-1], 2 * blocks.shape[-1], dtype=compute, device=blocks.device)
+    out = pages.empty((*blocks.shape[:-1], 2 * blocks.shape[-1]), blocks.device, compute)
     flat, powers, values = blocks.reshape(-1, 16), scales.reshape(-1), out.view(-1, BLOCK_SIZE)
     index = torch.empty(min(blocks.numel(), 16 * _DEQUANTIZE_BLOCKS), dtype=torch.int32, device=blocks.device)
     for top in range(0, flat.shape[0], _DEQUANTIZE_BLOCKS):

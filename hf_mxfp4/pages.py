@@ -17,12 +17,13 @@ _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
 
-def empty(shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor:
-    """An uninitialised uint8 tensor, on huge pages if it is large, in main memory, and the system has them."""
-    tensor = torch.empty(shape, dtype=torch.uint8, device=device)
-    if sys.platform == "linux" and device.type == "cpu":
+def empty(shape: tuple[int, ...] | torch.Size, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """An uninitialised tensor, on huge pages if it is large, in main memory, and the system has them."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    has_memory = type(tensor) is Tensor and not torch.compiler.is_compiling()  # a fake tensor has none
+    if sys.platform == "linux" and device.type == "cpu" and has_memory:
         start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        end = (tensor.data_ptr() + tensor.numel()) // _HUGE_PAGE * _HUGE_PAGE
+        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
         if end > start:  # advice only: what it returns changes nothing
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
