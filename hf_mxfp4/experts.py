@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import mxfp4, ops, routing
 from .families import FLAT_SOURCES, Layout, flat_rows, layout_of, projections
-from .packed import PACKED_ATTRIBUTES, PackedModule, Source
+from .packed import PACKED_ATTRIBUTES, PackedModule, Source, dtype_names
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -94,7 +94,8 @@ class MXFP4Experts(PackedModule):
             ValueError: as for the class, or a weight that is not finite.
         """
         packed = cls(experts, backend=backend)
-        for proj, weight in projections(experts).items():
+        dense = projections(experts)
+        for proj, weight in dense.items():
             blocks, scales = packed.packed(proj)
             for e in range(packed.num_routed):
                 if packed.layout.is_flat:
@@ -103,9 +104,8 @@ class MXFP4Experts(PackedModule):
                 else:
                     matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
                 blocks[e], scales[e] = mxfp4.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
-        packed.source = Source(
-            "dense module", (str(packed.dense_dtype).removeprefix("torch."),), f"quantized: {scale_rule}, ties {ties}"
-        )
+        dtypes = dtype_names([dense["down_proj"]])
+        packed.source = Source("dense module", dtypes, f"quantized: {scale_rule}, ties {ties}")
         return packed
 
     @property

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+"""What the projections of experts classes are called."""
+
 
 class Layout(NamedTuple):
     """What an experts class is like.

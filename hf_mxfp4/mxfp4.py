@@ -95,9 +95,14 @@ def canonical(blocks: Tensor, scales: Tensor) -> MXFP4Tensor:
     if scales.ndim == 0 or blocks.ndim not in (scales.ndim, scales.ndim + 1):
         raise ValueError(f"blocks {list(blocks.shape)} do not fit scales {list(scales.shape)}; expected blocks {fits}")
     grouped = blocks.ndim == scales.ndim + 1
-    if blocks.shape != ((*scales.shape, 16) if grouped else (*scales.shape[:-1], 16 * scales.shape[-1])):
+    if blocks.shape != blocks_shape(scales.shape, grouped=grouped):
         raise ValueError(f"blocks {list(blocks.shape)} do not fit scales {list(scales.shape)}; expected blocks {fits}")
     return MXFP4Tensor(blocks.flatten(-2) if grouped else blocks, scales)
+
+
+def blocks_shape(scales: tuple[int, ...], *, grouped: bool = False) -> tuple[int, ...]:
+    """The shape of blocks whose scales have the shape `scales` [..., K / 32]: [..., K / 2], or [..., K / 32, 16]."""
+    return (*scales, 16) if grouped else (*scales[:-1], 16 * scales[-1])
 
 
 def as_bytes(tensor: Tensor, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import routing
 from .backends import choose, reference
-from .mxfp4 import canonical
+from .mxfp4 import blocks_shape, canonical
 
 _BACKENDS = {"reference": reference.grouped_linear}
 _COMPUTE_DTYPES = (torch.float32, torch.float64)
@@ -123,7 +123,7 @@ def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose
     for name, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype is not torch.uint8:
             raise TypeError(f"{name} have dtype {tensor.dtype}; expected torch.uint8")
-    if blocks.ndim != 3 or scales.ndim != 3 or (*scales.shape[:2], 16 * scales.shape[2]) != tuple(blocks.shape):
+    if blocks.ndim != 3 or scales.ndim != 3 or tuple(blocks.shape) != blocks_shape(scales.shape):
         raise ValueError(
             f"scales {list(scales.shape)} do not fit blocks {list(blocks.shape)}: [E, N, K/32] and [E, N, K/2]"
         )

@@ -7,7 +7,7 @@ uint8 [..., N, K / 32].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,11 @@ from typing_extensions import Self
 
 from . import mxfp4
 from .backends import Choice, choose
+
+
+def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """What torch calls the tensors' dtypes, such as "bfloat16"."""
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 class Source(NamedTuple):

@@ -14,7 +14,7 @@ from .experts import MXFP4Experts, find_experts
 from .families import expert_lists, projections
 from .linear import MXFP4Linear
 from .mxfp4 import BLOCK_SIZE, SCALE_NAN
-from .packed import PackedModule
+from .packed import PackedModule, dtype_names
 
 _CHECK_TOKENS = 4
 
@@ -189,7 +189,7 @@ def _packed_row(name: str, experts_class: type, modules: Sequence[PackedModule],
 
 
 def _dense_row(name: str, experts_class: type, weights: Sequence[Tensor], device: torch.device) -> ModuleReport:
-    dtype = str(weights[0].dtype).removeprefix("torch.")
+    (dtype,) = dtype_names(weights[:1])
     return ModuleReport(
         name=name,
         experts_class=experts_class.__name__,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from ..mxfp4 import blocks_shape
 from . import per_expert, stacked
 from .base import CheckpointError, Dialect, TensorInfo
 
@@ -139,7 +140,7 @@ def _check_pair(name: str, info: TensorInfo, row: Dialect, tensors: Mapping[str,
     if scales.dtype not in _SCALE_DTYPES:
         raise CheckpointError(f"{scales_name} has dtype {scales.dtype}; scale bytes are U8 or F8_E8M0")
     grouped = row.block_dims == len(scales.shape) + 1
-    fits = (*scales.shape, 16) if grouped else (*scales.shape[:-1], 16 * scales.shape[-1]) if scales.shape else ()
+    fits = blocks_shape(scales.shape, grouped=grouped) if scales.shape else ()
     if info.shape != fits:
         raise CheckpointError(
             f"{name} {list(info.shape)} does not fit {scales_name} {list(scales.shape)}; expected {list(fits)}"

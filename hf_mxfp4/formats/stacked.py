@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..mxfp4 import MXFP4Tensor, canonical
+from ..mxfp4 import canonical
 from .base import Dialect
 
 GPT_OSS = Dialect("gpt-oss", "stacked", "_blocks", "_scales", 4, canonical)
 HF_MXFP4 = Dialect("hf_mxfp4", "stacked", "_blocks", "_scales", 3, canonical)
 
 
-def encode(tensor: MXFP4Tensor, dialect: Dialect) -> tuple[Tensor, Tensor]:
-    """The `_blocks` and `_scales` that `dialect` stores, by view."""
-    blocks, scales = tensor
-    return (blocks.view(*scales.shape, 16) if dialect.block_dims == 4 else blocks), scales
+def encode(blocks: Tensor, dialect: Dialect) -> Tensor:
+    """The `_blocks` that `dialect` stores, from canonical ones, by view. Scales are stored as they are."""
+    return blocks.unflatten(-1, (blocks.shape[-1] // 16, 16)) if dialect.block_dims == 4 else blocks

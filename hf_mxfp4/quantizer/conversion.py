@@ -19,14 +19,15 @@ from transformers.core_model_loading import (
     ConversionOps,
     MergeModulelist,
     Transpose,
-    WeightConverter,
 )
+from typing_extensions import Self
 
 from .. import mxfp4, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError
-from .task import FlatRows, KeepStack, Task, check_shape, dtype_names, first, read, without_tensors
+from ..packed import dtype_names
+from .task import FlatRows, KeepStack, Task, TaskConverter, check_shape, first, read
 
 _Part = tuple[str, tuple[Tensor, ...]]
 """Rows of an expert: what errors call them, and the dense rows, or their codes and scales."""
@@ -37,10 +38,10 @@ STREAMED_OPS = (MergeModulelist, Concatenate, Transpose)
 """The ops of a model's own conversion that may run on one expert at a time."""
 
 
-class ExpertsConverter(WeightConverter):  # type: ignore[misc]
+class ExpertsConverter(TaskConverter):
     """Fills one projection of one layer, an expert at a time."""
 
-    __slots__ = ("collected_keys", "dense_targets", "task")
+    __slots__ = ("collected_keys", "dense_targets")
 
     def __init__(
         self,
@@ -59,14 +60,13 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
             dense_targets: what the model's own conversion fills with them; the first is the projection.
             task: shared by all converters of the load.
         """
-        super().__init__(source_patterns, [target_pattern], operations)
+        super().__init__(source_patterns, target_pattern, operations, task)
         self.dense_targets = dense_targets
-        self.task = task
         self.collected_keys: dict[str, list[str]] = defaultdict(list)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsConverter:
-        """A converter for the next layer; the loader copies one for each, and the task is shared."""
-        copy = without_tensors(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A converter for the next layer."""
+        copy = super().__deepcopy__(memo)
         copy.collected_keys = defaultdict(list)
         return copy
 
@@ -75,35 +75,12 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         super().add_tensor(target_key, source_key, source_pattern, future)
         self.collected_keys[source_pattern].append(source_key)
 
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """As stock, but only for keys of the projections of this load: others go on to the model's own converter."""
-        renamed, pattern = super().rename_source_key(source_key)
-        if pattern is None or renamed not in self.task.targets:
-            return source_key, None
-        return renamed, pattern
-
-    def convert(
-        self,
-        layer_name: str,
-        model: Any = None,
-        config: Any = None,
-        hf_quantizer: Any = None,
-        loading_info: Any = None,
+    def fill(
+        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Fills the projection. Called by the loader, with every key of this layer collected.
-
-        Returns:
-            `{projection}_blocks` and `{projection}_scales`, or the dense `{projection}`, by full name.
-
-        Raises:
-            CheckpointError: experts or scales that are missing, or of a shape that does not fit the model.
-        """
-        self.task.reports[:] = [loading_info]
+        """The projection, by the way that its sources need; see `TaskConverter`."""
         if self.task.dialect is None:
             pages.trim()  # what quantizing the projection before left free
-        module, name = self.task.targets[layer_name]
-        collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
-        extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
         if isinstance(self.operations[0], FlatRows):
             return self._fill(module, name, self._read_flat(module, name, collected))
         if isinstance(self.operations[0], KeepStack):

@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..experts import MXFP4Experts, find_experts
-from ..families import expert_lists, layout_of, projections, unpackable
+from ..families import PROJECTIONS, expert_lists, layout_of, projections, unpackable
 from ..formats import (
     CheckpointError,
     Dialect,
@@ -36,14 +36,12 @@ from ..linear import MXFP4Linear
 from ..packed import PackedModule
 from . import plan, ties
 from .config import MXFP4Config, names_mxfp4
-from .conversion import ExpertsConverter
-from .linears import DecodeLinear, LinearConverter
-from .task import Task
+from .linears import DecodeLinear
+from .task import Task, TaskConverter
 
 logger = logging.get_logger(__name__)
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has no type marker
@@ -51,7 +49,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
 
     requires_calibration = False
     serialized_names: ClassVar[dict[str, list[str]]] = {
-        proj: [f"{proj}_blocks", f"{proj}_scales"] for proj in _PROJECTIONS
+        proj: [f"{proj}_blocks", f"{proj}_scales"] for proj in PROJECTIONS
     }
 
     def __init__(self, quantization_config: MXFP4Config, **kwargs: Any) -> None:
@@ -300,8 +298,7 @@ def _fills(conversion: WeightTransform, task: Task) -> bool:
 def _loads_packed(conversion: WeightTransform) -> bool:
     """Whether a conversion is one of ours for loading, which saving has no use for."""
     operations = getattr(conversion, "operations", ())
-    ours = isinstance(conversion, (ExpertsConverter, LinearConverter))
-    return ours or any(isinstance(op, DecodeLinear) for op in operations)
+    return isinstance(conversion, TaskConverter) or any(isinstance(op, DecodeLinear) for op in operations)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -7,57 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
 
 from .. import mxfp4
 from ..formats import CheckpointError
 from ..linear import MXFP4Linear
-from .task import KeepStack, Task, check_shape, dtype_names, first, read, without_tensors
+from ..packed import dtype_names
+from .task import KeepStack, Task, TaskConverter, check_shape, first, read
 
 
-class LinearConverter(WeightConverter):  # type: ignore[misc]  # Transformers has no type marker
+class LinearConverter(TaskConverter):
     """Fills one `MXFP4Linear`, from a dense weight or from its codes and scales."""
 
-    __slots__ = ("task",)
+    __slots__ = ()
+    fills = MXFP4Linear
 
     def __init__(self, task: Task) -> None:
-        """For all layers of a load; the loader copies it for each."""
+        """For all layers of a load."""
         endings = [".weight"] if task.dialect is None else [task.dialect.blocks, task.dialect.scales]
         # The end of the string by another name than in other converters: the loader tells them apart by their patterns.
-        super().__init__([rf"{ending}\Z" for ending in endings], [".weight_blocks"], [KeepStack()])
-        self.task = task
+        super().__init__([rf"{ending}\Z" for ending in endings], ".weight_blocks", [KeepStack()], task)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearConverter:
-        """A converter for the next layer; the task is shared."""
-        return without_tensors(self)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """As stock, but only for keys of layers that are filled packed."""
-        renamed, pattern = super().rename_source_key(source_key)
-        module, _ = self.task.targets.get(renamed, (None, ""))
-        return (renamed, pattern) if pattern is not None and isinstance(module, MXFP4Linear) else (source_key, None)
-
-    def convert(
-        self,
-        layer_name: str,
-        model: Any = None,
-        config: Any = None,
-        hf_quantizer: Any = None,
-        loading_info: Any = None,
+    def fill(
+        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Fills the layer.
-
-        Returns:
-            `weight_blocks` and `weight_scales` by full name.
-
-        Raises:
-            CheckpointError: codes without scales or the reverse, or a shape that does not fit the model.
-        """
-        self.task.reports[:] = [loading_info]
-        module, name = self.task.targets[layer_name]
+        """The layer's weight; see `TaskConverter`."""
         assert isinstance(module, MXFP4Linear)
-        collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         if len(collected) != len(self.source_patterns):
             raise CheckpointError(f"{name}: the checkpoint has only one of its codes and scales")
         parts = [read(collected[pattern][0]) for pattern in self.source_patterns]

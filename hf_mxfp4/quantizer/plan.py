@@ -12,7 +12,7 @@ from transformers.core_model_loading import Transpose, WeightConverter, WeightTr
 
 from ..experts import MXFP4Experts
 from ..families import FLAT_SOURCES, layout_of
-from ..formats import Dialect, per_expert, stacked
+from ..formats import DIALECTS, Dialect, per_expert, stacked
 from ..linear import MXFP4Linear
 from .conversion import ExpertsConverter
 from .linears import DecodeLinear, LinearConverter
@@ -78,7 +78,7 @@ def _dialect(wanted: Wanted, has_names: bool, has_linears: bool) -> Dialect:
         has_names: the model's files have a name for each expert's matrices.
         has_linears: its experts are single layers.
     """
-    rows = {row.name: row for row in (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)}
+    rows = {row.name: row for row in DIALECTS}
     if wanted.save_format == "auto":
         if wanted.model_type == "gpt_oss":
             return stacked.GPT_OSS

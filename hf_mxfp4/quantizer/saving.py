@@ -18,7 +18,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
-from .. import mxfp4
 from ..formats import Dialect, stacked
 from .task import KeepStack, first, scoped_like
 
@@ -60,11 +59,7 @@ class StackedLayout(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """The one tensor of codes, in the other shape."""
         blocks = first(input_dict)
-        if self.encode:
-            groups = blocks.shape[-1] // 16
-            scales = blocks.new_empty(*blocks.shape[:-1], groups, device="meta")
-            return {target_patterns[0]: stacked.encode(mxfp4.MXFP4Tensor(blocks, scales), self.dialect)[0]}
-        return {target_patterns[0]: blocks.flatten(2)}
+        return {target_patterns[0]: stacked.encode(blocks, self.dialect) if self.encode else blocks.flatten(2)}
 
     @property
     def reverse_op(self) -> ConversionOps:

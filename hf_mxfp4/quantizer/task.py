@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from typing_extensions import Self
 
 from .. import mxfp4
 from ..formats import CheckpointError, Dialect
@@ -97,15 +98,71 @@ class FlatRows(KeepStack):
     """Stands for the conversion of the 2-D tensors of a flat class, which hold all experts one below the other."""
 
 
-def without_tensors(converter: _Converter) -> _Converter:
-    """A copy that has collected nothing. What does not change in a load is shared: there is a copy for each key."""
-    copy = object.__new__(type(converter))
-    for kind in type(converter).__mro__:
-        for slot in getattr(kind, "__slots__", ()):
-            if hasattr(converter, slot):
-                object.__setattr__(copy, slot, getattr(converter, slot))
-    copy.collected_tensors, copy.layer_targets = defaultdict(list), defaultdict(set)
-    return copy
+class TaskConverter(WeightConverter):  # type: ignore[misc]
+    """Fills one weight of a load. The loader copies it for each weight, and then hands that what it collected."""
+
+    __slots__ = ("task",)
+
+    fills: ClassVar[type[nn.Module]] = nn.Module
+    """What holds the weights that it is for."""
+
+    def __init__(
+        self, source_patterns: list[str], target_pattern: str, operations: list[ConversionOps], task: Task
+    ) -> None:
+        """Takes the patterns of the loader, and what all converters of the load share."""
+        super().__init__(source_patterns, [target_pattern], operations)
+        self.task = task
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that has collected nothing. What does not change in a load is shared: there is a copy for each key."""
+        copy = object.__new__(type(self))
+        for kind in type(self).__mro__:
+            for slot in getattr(kind, "__slots__", ()):
+                if hasattr(self, slot):
+                    object.__setattr__(copy, slot, getattr(self, slot))
+        copy.collected_tensors, copy.layer_targets = defaultdict(list), defaultdict(set)
+        return copy
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """As stock, but only for keys of weights that it is for: others go on to the model's own converters."""
+        renamed, pattern = super().rename_source_key(source_key)
+        module, _ = self.task.targets.get(renamed, (None, ""))
+        return (renamed, pattern) if pattern is not None and isinstance(module, self.fills) else (source_key, None)
+
+    def convert(
+        self,
+        layer_name: str,
+        model: Any = None,
+        config: Any = None,
+        hf_quantizer: Any = None,
+        loading_info: Any = None,
+    ) -> dict[str, Tensor]:
+        """Fills the weight. Called by the loader, with every key of it collected.
+
+        Returns:
+            `{weight}_blocks` and `{weight}_scales`, or the dense `{weight}`, by full name.
+
+        Raises:
+            CheckpointError: tensors that are missing, or of a shape that does not fit the model.
+        """
+        self.task.reports[:] = [loading_info]
+        module, name = self.task.targets[layer_name]
+        collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
+        extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
+        return self.fill(module, name, collected, extra)
+
+    def fill(
+        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """What `convert` returns.
+
+        Args:
+            module: what holds the weight.
+            name: of the weight, in full.
+            collected: what the loader collected, by source pattern; see `read`.
+            extra: further arguments of the model's own ops.
+        """
+        raise NotImplementedError
 
 
 def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:
@@ -121,11 +178,6 @@ def read(item: Future[Tensor] | Callable[[], Tensor] | Tensor) -> Tensor:
     if isinstance(item, Tensor):
         return item
     return item.result() if isinstance(item, Future) else item()
-
-
-def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
-    """What torch calls the tensors' dtypes."""
-    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 def first(tensors: dict[str, Any]) -> Tensor:

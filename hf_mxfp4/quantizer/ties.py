@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..experts import MXFP4Experts
-
-_PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+from ..families import PROJECTIONS
 
 
 def retie(model: nn.Module) -> None:
@@ -15,7 +14,7 @@ def retie(model: nn.Module) -> None:
         tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
         for target, source in list(tied.items()):
             owner, _, proj = target.rpartition(".")
-            if proj in _PROJECTIONS and isinstance(module.get_submodule(owner), MXFP4Experts):
+            if proj in PROJECTIONS and isinstance(module.get_submodule(owner), MXFP4Experts):
                 del tied[target]
                 tied.update({target + suffix: source + suffix for suffix in ("_blocks", "_scales")})
 
@@ -26,7 +25,7 @@ def untie(model: nn.Module) -> None:
         tied: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
         for target, source in list(tied.items()):
             owner, _, proj = target.removesuffix("_blocks").rpartition(".")
-            if target.endswith("_blocks") and proj in _PROJECTIONS:
+            if target.endswith("_blocks") and proj in PROJECTIONS:
                 shared = module.get_parameter(source.removesuffix("_blocks"))
                 module.get_submodule(owner).register_parameter(proj, shared)
                 tied[f"{owner}.{proj}"] = source.removesuffix("_blocks")

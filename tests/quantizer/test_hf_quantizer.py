@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -214,7 +213,7 @@ def test_stock_transformers_reads_what_is_saved(family, source, packed_folder, t
 def test_stock_transformers_refuses_what_it_cannot_read(sources, packed_folder, tmp_path):
     result = run_stock(packed_folder(sources["qwen3_moe"], save_format="hf_mxfp4"), tmp_path / "stock.pt", "no")
     assert result.returncode != 0
-    assert re.search("issues during automatic conversion|MISMATCH|size mismatch", result.stderr), result.stderr
+    assert "issues during automatic conversion" in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("dtype", ["auto", None, torch.bfloat16, torch.float32, torch.float16], ids=str)
