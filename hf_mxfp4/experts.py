@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from . import mxfp4, ops, routing
+from . import activations, mxfp4, ops, routing
 from .families import FLAT_SOURCES, Layout, flat_rows, layout_of, projections
 from .packed import PACKED_ATTRIBUTES, PackedModule, Source, dtype_names
 
@@ -34,15 +35,20 @@ class MXFP4Experts(PackedModule):
     """What the class that this module stands for is like."""
     flat_shell: nn.Module
     act_fn: nn.Module
+    known_activation: activations.Activation | None
+    """What stands between the projections, if it is of the kind that kernels know."""
     post_expert_norm: nn.Module
 
-    def __init__(self, experts: nn.Module, *, name: str = "experts", backend: str = "auto") -> None:
+    def __init__(
+        self, experts: nn.Module, *, name: str = "experts", backend: str = "auto", activation: str = "auto"
+    ) -> None:
         """Takes the place of `experts`: its attributes, child modules and other parameters, with room for packed ones.
 
         Args:
             experts: a Transformers experts module, on any device, also meta. Left as it is.
             name: what errors call it.
             backend: see `backends.choose`.
+            activation: "int8" rounds activations to 8 bits before they are multiplied; "auto" keeps what they have.
 
         Raises:
             ValueError: a projection whose input width is no multiple of 32, or a module with no projections.
@@ -54,7 +60,7 @@ class MXFP4Experts(PackedModule):
         device = next(experts.parameters()).device
         _copy_shell(experts, self, skip=(*dense, "mlp") if layout.is_flat else tuple(dense))
         self.training = experts.training
-        self._pack_init(type(experts), dense["down_proj"].dtype, backend)
+        self._pack_init(type(experts), dense["down_proj"].dtype, backend, activation)
         self.layout = layout
         self.dense_counts = {proj: weight.shape[0] for proj, weight in dense.items()}
         for proj, weight in dense.items():
@@ -66,6 +72,7 @@ class MXFP4Experts(PackedModule):
             inner = _empty(type(flat))
             _copy_shell(flat, inner, skip=tuple(name for names in FLAT_SOURCES.values() for name in names))
             self.__dict__["flat_shell"] = inner  # not a child: it stands for nothing until `dequantize`
+        self.known_activation = activations.recognise(self._activate, layout.has_gate, self)
 
     @classmethod
     def from_dense(
@@ -75,6 +82,7 @@ class MXFP4Experts(PackedModule):
         ties: mxfp4.Ties = "even",
         *,
         backend: str = "auto",
+        activation: str = "auto",
     ) -> MXFP4Experts:
         """Quantizes a Transformers experts module, one expert at a time. The module itself is left as it is.
 
@@ -86,6 +94,7 @@ class MXFP4Experts(PackedModule):
             scale_rule: see `mxfp4.quantize`.
             ties: see `mxfp4.quantize`.
             backend: see `backends.choose`.
+            activation: as for the class.
 
         Returns:
             The packed module, on the same device.
@@ -93,7 +102,7 @@ class MXFP4Experts(PackedModule):
         Raises:
             ValueError: as for the class, or a weight that is not finite.
         """
-        packed = cls(experts, backend=backend)
+        packed = cls(experts, backend=backend, activation=activation)
         dense = projections(experts)
         for proj, weight in dense.items():
             blocks, scales = packed.packed(proj)
@@ -130,7 +139,8 @@ class MXFP4Experts(PackedModule):
     ) -> Tensor:
         """Runs each token through its experts and mixes what comes out.
 
-        Works in float32 (float64 for float64 tokens) from the projections to the sum. Classes whose tokens come in
+        Sums are float32 (float64 for float64 tokens), and so is all between the projections and the mixture. The native
+        kernel rounds what it multiplies to bfloat16 if tokens are bfloat16. Classes whose tokens come in
         grouped by expert take tokens alone, E equal groups of them, and give each token's output unmixed.
 
         Args:
@@ -149,6 +159,8 @@ class MXFP4Experts(PackedModule):
         if top_k_index is None or top_k_weights is None:
             raise TypeError(f"{self.dense_class.__name__} takes hidden_states, top_k_index and top_k_weights")
         routing.check(hidden_states, top_k_index, top_k_weights, ("hidden_states", "top_k_index", "top_k_weights"))
+        if self._runs_fused(hidden_states, top_k_weights):
+            return self._run_fused(hidden_states, top_k_index, top_k_weights).view(shape)
         compute = torch.promote_types(hidden_states.dtype, torch.float32)
         weights = top_k_weights.to(compute)
         slots = routing.plan(top_k_index, self.num_routed)
@@ -211,19 +223,62 @@ class MXFP4Experts(PackedModule):
         ids = torch.arange(self.num_routed, device=hidden_states.device).repeat_interleave(count // self.num_routed)
         return ids.unsqueeze(-1), hidden_states.new_ones(count, 1)
 
+    def _runs_fused(self, hidden_states: Tensor, top_k_weights: Tensor) -> bool:
+        """Whether the backend can run all of the module in one call: the CPU's, where no gradient is asked for."""
+        if self.known_activation is None or self.layout.identities or getattr(self, "has_post_expert_norm", False):
+            return False
+        device = hidden_states.device.type
+        if device != "cpu" or hidden_states.dtype not in _FUSED_DTYPES or self.backend_choice(device).name != "cpu":
+            return False
+        inputs = [hidden_states, top_k_weights, *self._biases()]
+        if any(value is not None and value.device.type != "cpu" for value in inputs):
+            return False
+        if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
+            return False
+        return torch.compiler.is_compiling() or all(
+            value is None or forward_ad.unpack_dual(value).tangent is None for value in inputs
+        )
+
+    def _biases(self) -> list[Tensor | None]:
+        return [self._parameters.get(f"{proj}_bias") for proj in self.layout.projections]
+
+    def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        biases = self._biases()
+        if any(bias is not None and bias.dtype not in _FUSED_DTYPES[:2] for bias in biases):
+            biases = [None if bias is None else bias.float() for bias in biases]
+        projections = [
+            ops.Projection(self._parameters[f"{proj}_blocks"], self._parameters[f"{proj}_scales"], bias)
+            for proj, bias in zip(self.layout.projections, biases, strict=True)
+        ]
+        tokens = hidden_states.float() if hidden_states.dtype is torch.float16 else hidden_states
+        mixed = ops.experts_mlp(
+            tokens,
+            top_k_index.long(),
+            top_k_weights.float(),
+            *projections,
+            self.known_activation,
+            operand=self.operand(hidden_states.dtype),
+        )
+        return mixed.to(hidden_states.dtype)
+
+    def _activate(self, outputs: Tensor) -> Tensor:
+        """What stands between the projections."""
+        return self._apply_gate(outputs) if self.layout.has_gate else self.act_fn(outputs)
+
     def _run(self, hidden_states: Tensor, slots: routing.Plan, compute: torch.dtype) -> Tensor:
         """Each sorted slot through its expert, [S, H]."""
         first, second = self.projection_names
-        x = self._linear(routing.gather(hidden_states, slots).to(compute), first, slots)
-        x = (self._apply_gate(x) if self.layout.has_gate else self.act_fn(x)).to(compute)
-        x = self._linear(x, second, slots)
+        operand = self.operand(hidden_states.dtype)
+        x = self._linear(routing.gather(hidden_states, slots).to(compute), first, slots, operand)
+        x = self._linear(self._activate(x).to(compute), second, slots, operand)
         if getattr(self, "has_post_expert_norm", False):
             x = self.post_expert_norm(x).to(compute)
         return x
 
-    def _linear(self, x: Tensor, proj: str, slots: routing.Plan) -> Tensor:
+    def _linear(self, x: Tensor, proj: str, slots: routing.Plan, operand: str) -> Tensor:
         blocks, scales = self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales")
-        out = ops.grouped_linear(x, blocks, scales, slots.offsets, backend=self.backend_choice(x.device.type).name)
+        backend = self.backend_choice(x.device.type).name
+        out = ops.grouped_linear(x, blocks, scales, slots.offsets, operand=operand, backend=backend)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:
             out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_routed - 1)]
@@ -244,7 +299,8 @@ class MXFP4Experts(PackedModule):
 
 
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
-_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell")
+_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation")
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _empty(kind: Any) -> Any:

@@ -19,19 +19,22 @@ class MXFP4Linear(PackedModule):
     projection_names = ("weight",)
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, *, name: str = "linear", backend: str = "auto") -> None:
+    def __init__(
+        self, linear: nn.Linear, *, name: str = "linear", backend: str = "auto", activation: str = "auto"
+    ) -> None:
         """Takes the place of `linear`: its bias, and room for its packed weight.
 
         Args:
             linear: the layer, on any device, also meta. Left as it is.
             name: what errors call it.
             backend: see `backends.choose`.
+            activation: "int8" rounds inputs to 8 bits before they are multiplied; "auto" keeps what they have.
 
         Raises:
             ValueError: an input width that is no multiple of 32.
         """
         super().__init__()
-        self._pack_init(nn.Linear, linear.weight.dtype, backend)
+        self._pack_init(nn.Linear, linear.weight.dtype, backend, activation)
         self.training = linear.training
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._make_room("weight", tuple(linear.weight.shape), f"{name}.weight", linear.weight.device)
@@ -41,7 +44,7 @@ class MXFP4Linear(PackedModule):
     weight = property(lambda self: self._stand_in("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, computed in float32 (float64 for float64 inputs).
+        """The layer's output, summed in float32 (float64 for float64 inputs).
 
         Args:
             x: floating point [..., K].
@@ -55,7 +58,8 @@ class MXFP4Linear(PackedModule):
         rows = x.reshape(-1, self.in_features).to(compute)
         offsets = torch.arange(2, device=x.device) * rows.shape[0]
         blocks, scales = (self.get_parameter(f"weight_{part}").unsqueeze(0) for part in ("blocks", "scales"))
-        out = ops.grouped_linear(rows, blocks, scales, offsets, backend=self.backend_choice(x.device.type).name)
+        backend = self.backend_choice(x.device.type).name
+        out = ops.grouped_linear(rows, blocks, scales, offsets, operand=self.operand(x.dtype), backend=backend)
         if self.bias is not None:
             out = out + self.bias.to(compute)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -1,35 +1,57 @@
 """The ops of hf_mxfp4, declared once through torch.library, and the functional form of a routed expert linear.
 
-    hf_mxfp4::grouped_linear(x, blocks, scales, offsets, transpose, backend) -> out
+    hf_mxfp4::grouped_linear(x, blocks, scales, offsets, transpose, operand, backend) -> out
+    hf_mxfp4::experts_mlp(x, ids, weights, blocks, scales and bias of both projections, activation, operand) -> out
 
 E experts, N output features, K input features, T tokens, k experts a token, S = T * k rows sorted by expert.
-The real and the fake implementation share one check. The derivative of the op is the op itself with `transpose`
+The real and the fake implementation share one check. `experts_mlp` is for where no gradient is needed, and for backends
+that have it in one piece. The derivative of `grouped_linear` is the op itself with `transpose`
 turned over, so gradients of any order reach `x`, backward and forward; packed bytes have none.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import routing
-from .backends import choose, reference
+from .activations import Activation
+from .backends import choose, cpu, reference
 from .mxfp4 import blocks_shape, canonical
 
-_BACKENDS = {"reference": reference.grouped_linear}
+_BACKENDS = {"reference": reference.grouped_linear, "cpu": cpu.grouped_linear}
+OPERANDS = ("float32", "bfloat16", "int8")
+"""What a backend may round activations to before it multiplies them: no further than what comes in float32 has, than
+bfloat16, or to 8 bits and a step for each 32, see `reference.round_int8`. Sums are float32 in any case."""
 _COMPUTE_DTYPES = (torch.float32, torch.float64)
+_MLP_DTYPES = (torch.float32, torch.bfloat16)
 
 _library = torch.library.Library("hf_mxfp4", "DEF")
 _library.define(
-    "grouped_linear(Tensor x, Tensor blocks, Tensor scales, Tensor offsets, bool transpose, str backend) -> Tensor"
+    "grouped_linear(Tensor x, Tensor blocks, Tensor scales, Tensor offsets, bool transpose, str operand, str backend)"
+    " -> Tensor"
+)
+_library.define(
+    "experts_mlp(Tensor x, Tensor ids, Tensor weights, "
+    "Tensor first_blocks, Tensor first_scales, Tensor? first_bias, "
+    "Tensor second_blocks, Tensor second_scales, Tensor? second_bias, "
+    "str kind, bool gated, bool interleaved, float[] constants, str operand) -> Tensor"
 )
 
 
 def grouped_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, *, transpose: bool = False, backend: str = "reference"
+    x: Tensor,
+    blocks: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    *,
+    transpose: bool = False,
+    operand: str = "float32",
+    backend: str = "reference",
 ) -> Tensor:
     """Multiplies the rows of each expert by that expert's packed weights: out[i] = W[expert of i] @ x[i].
 
@@ -39,6 +61,7 @@ def grouped_linear(
         scales: uint8 [E, N, K / 32].
         offsets: int64 [E + 1], expert e owns rows offsets[e] to offsets[e + 1]; rows from offsets[E] on are nobody's.
         transpose: multiply by the transposed weights, as the gradient does.
+        operand: one of `OPERANDS`.
         backend: a usable backend's name, see `backends.choose`.
 
     Returns:
@@ -46,11 +69,13 @@ def grouped_linear(
 
     Raises:
         TypeError: dtypes that do not fit.
-        ValueError: shapes that do not fit, or an unknown backend.
+        ValueError: shapes that do not fit, or an unknown operand or backend.
     """
 
     def run(rows: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(rows, blocks, scales, offsets, transpose, backend)
+        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(
+            rows, blocks, scales, offsets, transpose, operand, backend
+        )
         return out
 
     if torch.compiler.is_compiling():
@@ -95,11 +120,70 @@ def mxfp4_expert_linear(
     compute = torch.promote_types(latent_tokens.dtype, torch.float32)
     slots = routing.plan(selected_experts.to(device), blocks.shape[0])
     backend = choose("auto", device.type).name
+    if backend == "cpu" and blocks.device != device:
+        backend = "reference"  # which moves experts that are selected
+    rows = routing.gather(latent_tokens, slots).to(compute)
     outputs = grouped_linear(
-        routing.gather(latent_tokens, slots).to(compute), blocks, scales, slots.offsets, backend=backend
+        rows, blocks, scales, slots.offsets, operand=operand_of(latent_tokens.dtype), backend=backend
     )
     mixed = routing.combine(outputs, slots, mixture_weights.to(device, compute))
     return (shared_output.to(device, compute) + mixed).to(latent_tokens.dtype)
+
+
+def operand_of(dtype: torch.dtype) -> str:
+    """What tokens of a dtype may be rounded to: what they have is not lost, and what follows is kept as they were."""
+    return "bfloat16" if dtype is torch.bfloat16 else "float32"
+
+
+class Projection(NamedTuple):
+    """A packed projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
+
+    blocks: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+
+def experts_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Projection,
+    second: Projection,
+    activation: Activation,
+    *,
+    operand: str,
+) -> Tensor:
+    """Runs each token through its experts and mixes what comes out, in one call of the native kernel. Has no gradient.
+
+    Args:
+        x: float32 or bfloat16 [T, H], on the CPU.
+        ids: int64 [T, k]; ids outside 0 to E - 1 contribute nothing.
+        weights: float32 [T, k], used as they are.
+        first: [E, 2 I, H], or [E, I, H] without a gate; its bias float32 or bfloat16, as the other's.
+        second: [E, H, I].
+        activation: between the two.
+        operand: one of `OPERANDS`.
+
+    Returns:
+        [T, H] in the dtype of `x`.
+
+    Raises:
+        TypeError: dtypes that do not fit.
+        ValueError: shapes that do not fit.
+    """
+    mixed: Tensor = torch.ops.hf_mxfp4.experts_mlp(
+        x,
+        ids,
+        weights,
+        *first,
+        *second,
+        activation.kind,
+        activation.gated,
+        activation.interleaved,
+        activation.constants,
+        operand,
+    )
+    return mixed
 
 
 def _check_routed(tokens: Tensor, blocks: Tensor, ids: Tensor, weights: Tensor, shared: Tensor) -> None:
@@ -115,7 +199,7 @@ def _check_routed(tokens: Tensor, blocks: Tensor, ids: Tensor, weights: Tensor, 
         raise ValueError(f"shared_output {list(shared.shape)} is not [T, N] = {[tokens.shape[0], features]}")
 
 
-def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, backend: str) -> None:
+def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str) -> None:
     if x.dtype not in _COMPUTE_DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; grouped_linear computes in float32 or float64")
     if offsets.dtype is not torch.int64:
@@ -132,28 +216,30 @@ def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose
         raise ValueError(f"x {list(x.shape)} does not fit blocks {list(blocks.shape)}: expected [S, {width}]")
     if offsets.shape != (blocks.shape[0] + 1,):
         raise ValueError(f"offsets {list(offsets.shape)} do not fit {blocks.shape[0]} experts: [E + 1]")
+    if operand not in OPERANDS:
+        raise ValueError(f"operand is {operand!r}; expected one of {', '.join(OPERANDS)}")
     if backend not in _BACKENDS:
         raise ValueError(f"backend is {backend!r}; usable here: {', '.join(_BACKENDS)}")
 
 
 def _grouped_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, backend: str
+    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str
 ) -> Tensor:
-    _check(x, blocks, scales, offsets, transpose, backend)
-    return _BACKENDS[backend](x, blocks, scales, offsets, transpose)
+    _check(x, blocks, scales, offsets, transpose, operand, backend)
+    return _BACKENDS[backend](x, blocks, scales, offsets, transpose, operand)
 
 
 def _grouped_linear_fake(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, backend: str
+    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str
 ) -> Tensor:
-    _check(x, blocks, scales, offsets, transpose, backend)
+    _check(x, blocks, scales, offsets, transpose, operand, backend)
     if any(part.is_meta for part in (blocks, scales, offsets)) and not x.is_meta:
         raise ValueError(f"tokens are on {x.device}, packed weights or routes on meta, where they have no values")
     return x.new_empty(x.shape[0], 2 * blocks.shape[2] if transpose else blocks.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, blocks, scales, offsets, ctx.transpose, ctx.backend = inputs
+    _, blocks, scales, offsets, ctx.transpose, ctx.operand, ctx.backend = inputs
     ctx.save_for_backward(blocks, scales, offsets)
 
 
@@ -161,10 +247,61 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     blocks, scales, offsets = ctx.saved_tensors
     grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_x = grouped_linear(grad, blocks, scales, offsets, transpose=not ctx.transpose, backend=ctx.backend)
-    return grad_x, None, None, None, None, None
+        turned = not ctx.transpose
+        grad_x = grouped_linear(
+            grad, blocks, scales, offsets, transpose=turned, operand=ctx.operand, backend=ctx.backend
+        )
+    return grad_x, None, None, None, None, None, None
+
+
+def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, gated: bool) -> None:
+    if x.dtype not in _MLP_DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}; experts_mlp takes float32 and bfloat16")
+    if ids.dtype is not torch.int64 or weights.dtype is not torch.float32:
+        raise TypeError(f"ids and weights are {ids.dtype} and {weights.dtype}; expected torch.int64 and torch.float32")
+    if any(part.dtype is not torch.uint8 for part in (*first[:2], *second[:2])):
+        raise TypeError("blocks and scales are torch.uint8")
+    biases = {bias.dtype for bias in (first.bias, second.bias) if bias is not None}
+    if len(biases) > 1 or not biases <= set(_MLP_DTYPES):
+        raise TypeError(f"biases are {biases}; expected both float32 or both bfloat16")
+    experts, inner, half = first.blocks.shape
+    hidden, middle = 2 * half, inner // 2 if gated else inner
+    expected = {
+        "x": (x, (x.shape[0], hidden)),
+        "ids": (ids, (x.shape[0], ids.shape[-1])),
+        "weights": (weights, tuple(ids.shape)),
+        "first scales": (first.scales, (experts, inner, hidden // 32)),
+        "second blocks": (second.blocks, (experts, hidden, middle // 2)),
+        "second scales": (second.scales, (experts, hidden, middle // 32)),
+        "first bias": (first.bias, (experts, inner)),
+        "second bias": (second.bias, (experts, hidden)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} {list(tensor.shape)}: expected {list(shape)}")
+
+
+def _experts_mlp_fake(*arguments: Any) -> Tensor:
+    x, ids, weights, *packed, _, gated, _, _, _ = arguments
+    _check_mlp(x, ids, weights, Projection(*packed[:3]), Projection(*packed[3:]), gated)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _experts_mlp(*arguments: Any) -> Tensor:
+    x, ids, weights, *packed, kind, gated, interleaved, constants, operand = arguments
+    first, second = Projection(*packed[:3]), Projection(*packed[3:])
+    _check_mlp(x, ids, weights, first, second, gated)
+    activation = _activation(kind, gated, interleaved, tuple(constants))
+    return cpu.experts_mlp(x, ids, weights, first, second, activation, operand)
+
+
+@cache
+def _activation(kind: str, gated: bool, interleaved: bool, constants: tuple[float, ...]) -> Activation:
+    return Activation(kind, gated, interleaved, *constants)
 
 
 _library.impl("grouped_linear", _grouped_linear, "CompositeExplicitAutograd")
+_library.impl("experts_mlp", _experts_mlp, "CPU")
+torch.library.register_fake("hf_mxfp4::experts_mlp", _experts_mlp_fake, lib=_library)
 torch.library.register_fake("hf_mxfp4::grouped_linear", _grouped_linear_fake, lib=_library)
 torch.library.register_autograd("hf_mxfp4::grouped_linear", _backward, setup_context=_setup_context, lib=_library)

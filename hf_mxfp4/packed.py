@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from . import mxfp4
+from . import mxfp4, ops
 from .backends import Choice, choose
+
+
+ACTIVATIONS = ("auto", "int8")
+"""How activations can be asked to be multiplied: with what they have, or rounded to 8 bits."""
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
@@ -46,10 +50,13 @@ class PackedModule(nn.Module):
     projection_names: tuple[str, ...]
     """The names of the packed weights."""
 
-    def _pack_init(self, dense_class: type, dtype: torch.dtype, backend: str) -> None:
+    def _pack_init(self, dense_class: type, dtype: torch.dtype, backend: str, activation: str) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
         self.dense_class = dense_class
         self.dense_dtype = dtype
         self.requested_backend = backend
+        self.requested_activation = activation
         self.source = None
         self._choices: dict[str, Choice] = {}
 
@@ -86,6 +93,10 @@ class PackedModule(nn.Module):
             self._choices[device_type] = choose(self.requested_backend, device_type)
         return self._choices[device_type]
 
+    def operand(self, dtype: torch.dtype) -> str:
+        """What activations may be rounded to where tokens have a dtype, see `ops.OPERANDS`."""
+        return "int8" if self.requested_activation == "int8" else ops.operand_of(dtype)
+
     def _stand_in(self, proj: str) -> nn.Parameter:
         """A parameter on meta with the dense shape and dtype, for model code that looks at the weight it once had."""
         if proj not in self.projection_names:
@@ -110,5 +121,5 @@ class PackedModule(nn.Module):
         return self
 
 
-PACKED_ATTRIBUTES = ("dense_class", "dense_dtype", "requested_backend", "source", "_choices")
+PACKED_ATTRIBUTES = ("dense_class", "dense_dtype", "requested_backend", "requested_activation", "source", "_choices")
 """Attributes that a packed module has and the dense one has not."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from typing import NamedTuple
 
+from . import cpu
+
 BACKENDS = ("reference", "cpu", "triton")
-"""Every backend's name. `cpu` and `triton` are not part of this version; asking for one says so."""
+"""Every backend's name. `triton` is not part of this version; asking for it says so."""
 
 BACKEND_VARIABLE = "HF_MXFP4_BACKEND"
 """The environment variable that chooses the backend for the whole process."""
@@ -19,12 +23,18 @@ class Choice(NamedTuple):
     reason: str
 
 
-def unavailable(name: str) -> str | None:
-    """Why the backend `name` cannot be used here, or None if it can."""
-    if name == "reference":
-        return None
-    kernels = {"cpu": "native CPU kernel", "triton": "Triton kernels"}
-    return f"this version of hf_mxfp4 has no {kernels[name]}"
+def unavailable(name: str, device_type: str | None = None) -> str | None:
+    """Why the backend `name` cannot be used here (on a device of a type, if one is given), or None if it can."""
+    if name == "cpu" and device_type not in (None, "cpu"):
+        return f"it is for tensors on cpu, and these are on {device_type}"
+    if name == "cpu":
+        return cpu.unavailable()
+    return "this version of hf_mxfp4 has no Triton kernels" if name == "triton" else None
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logging.getLogger("hf_mxfp4").warning("packed experts run in plain torch, which is slow: %s", reason)
 
 
 def choose(requested: str, device_type: str) -> Choice:
@@ -43,11 +53,13 @@ def choose(requested: str, device_type: str) -> Choice:
     variable = os.environ.get(BACKEND_VARIABLE, "")
     name, source = (variable, BACKEND_VARIABLE) if variable else (requested, "backend")
     if name == "auto":
-        return Choice(
-            "reference", f"plain torch on {device_type}: {unavailable('cpu' if device_type == 'cpu' else 'triton')}"
-        )
+        best = "cpu" if device_type == "cpu" else "triton"
+        if (why := unavailable(best, device_type)) is None:
+            return Choice(best, f"native kernel, {cpu.instruction_set()}")
+        _say_once(why)
+        return Choice("reference", f"plain torch on {device_type}: {why}")
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}; expected auto, {', '.join(BACKENDS)}")
-    if (why := unavailable(name)) is not None:
+    if (why := unavailable(name, device_type)) is not None:
         raise ValueError(f"{source} is {name!r}, but {why}")
-    return Choice(name, f"asked for by {source}")
+    return Choice(name, f"asked for by {source}" + (f", {cpu.instruction_set()}" if name == "cpu" else ""))

@@ -11,13 +11,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..mxfp4 import dequantize_into
+from ..mxfp4 import BLOCK_SIZE, dequantize_into
 
 _DECODED_BYTES = 4 << 20
 """Decoded weights held at a time: few enough to be still in cache when they are multiplied."""
 
 
-def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool) -> Tensor:
+def grouped_linear(
+    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str
+) -> Tensor:
     """Multiplies each expert's rows by its weights, or by their transpose.
 
     Args:
@@ -26,6 +28,7 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
         scales: uint8 [E, N, K / 32], beside `blocks`.
         offsets: int64 [E + 1], expert e owns rows offsets[e] to offsets[e + 1].
         transpose: multiply by the weights [N, K] as they are (the gradient), not by their transpose [K, N].
+        operand: what `x` may be rounded to. Here "int8" alone rounds, and not what is multiplied by the transpose.
 
     Returns:
         [S, N], or [S, K] with `transpose`, in the dtype of `x`; zeros in rows past offsets[E].
@@ -35,9 +38,9 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
     if not features or not half:
         return out
     step = min(features, max(1, _DECODED_BYTES // (2 * half * x.element_size())))
-    bounds = offsets.tolist()
-    if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > x.shape[0]:
-        raise ValueError(f"offsets {bounds} do not divide {x.shape[0]} rows among experts")
+    bounds = check_offsets(offsets, x.shape[0])
+    if operand == "int8" and not transpose:
+        x = round_int8(x)
     room, index = x.new_empty(step, 2 * half), x.new_empty(step * half, dtype=torch.int32)
     for expert, (start, stop) in enumerate(pairwise(bounds)):
         if start == stop:
@@ -51,3 +54,19 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
             else:
                 torch.mm(x[start:stop], weight.t(), out=out[start:stop, rows])
     return out
+
+
+def check_offsets(offsets: Tensor, rows: int) -> list[int]:
+    """The offsets as a list; ValueError unless they rise from 0 or more to `rows` or less."""
+    bounds: list[int] = offsets.tolist()
+    if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > rows:
+        raise ValueError(f"offsets {bounds} do not divide {rows} rows among experts")
+    return bounds
+
+
+def round_int8(x: Tensor) -> Tensor:
+    """Rounds activations to 8 bits: in each 32 of a row [S, K] the largest magnitude is 127 steps, ties go to even."""
+    groups = x.view(x.shape[0], -1, BLOCK_SIZE)
+    step = groups.abs().amax(dim=-1, keepdim=True) / 127
+    rounded = (groups / step).round() * step
+    return torch.where((step > 0) & step.isfinite(), rounded, groups).view_as(x)

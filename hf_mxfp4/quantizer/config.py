@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import mxfp4
 from ..backends import BACKENDS
+from ..packed import ACTIVATIONS
 from ..formats import DIALECTS, CheckpointError, Dialect, per_expert, stacked
 
 logger = logging.get_logger(__name__)
@@ -45,6 +46,7 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         backend: str = "auto",
         save_format: str = "auto",
         requantize: bool = False,
+        activation: str = "auto",
         **unknown: Any,
     ) -> None:
         """Checks and keeps the options.
@@ -60,6 +62,8 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
                 hf_mxfp4 for the rest.
             requantize: load experts that a checkpoint holds in another low-bit format, which loses precision. No
                 such format is read by this version, so a checkpoint of one is refused either way.
+            activation: "int8" rounds activations to 8 bits and a step for each 32 before they are multiplied; "auto"
+                keeps them in bfloat16 or float32, whichever tokens have.
             unknown: anything else, refused.
 
         Raises:
@@ -72,6 +76,8 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         mxfp4.check_options(scale_rule, ties)
         if backend not in ("auto", *BACKENDS):
             raise ValueError(f"backend is {backend!r}; expected auto, {', '.join(BACKENDS)}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
         if save_format not in SAVE_FORMATS:
             raise ValueError(f"save_format is {save_format!r}; expected {', '.join(SAVE_FORMATS)}")
         for name, value in (("dequantize", dequantize), ("requantize", requantize)):
@@ -86,6 +92,7 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         self.backend = backend
         self.save_format = save_format
         self.requantize = requantize
+        self.activation = activation
         self._stored: dict[str, Any] | None = None
         self._written: dict[str, Any] | None = None
 

@@ -138,12 +138,12 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """
         swapped: dict[str, PackedModule] = {}
         for name, module in dense.items():
-            backend = self.quantization_config.backend
+            config = self.quantization_config
             packed: PackedModule
             if isinstance(module, nn.Linear):
-                packed = MXFP4Linear(module, name=name, backend=backend)
+                packed = MXFP4Linear(module, name=name, backend=config.backend, activation=config.activation)
             else:
-                packed = MXFP4Experts(module, name=name, backend=backend)
+                packed = MXFP4Experts(module, name=name, backend=config.backend, activation=config.activation)
             if placeholder is not None:
                 for proj in packed.projection_names:
                     for suffix in ("_blocks", "_scales"):

@@ -1,0 +1,43 @@
+// AVX2, FMA and F16C: Haswell, Zen and later. bfloat16 activations are multiplied as 16-bit whole numbers.
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#define MXFP4_VECTOR_BYTES 32
+#define MXFP4_ISA_AVX2
+namespace mxfp4 {
+namespace {
+#include "common.inc"
+#include "avx2.inc"
+#include "float32.inc"
+#include "int16.inc"
+#include "probe.inc"
+#include "quantize.inc"
+
+bool usable() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") &&
+         __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+}  // namespace
+
+const Kernels kAvx2 = {
+    "avx2",
+    usable,
+    {{kChunk * 4, prepare_float32, multiply_float32},
+     {kChunk / kStretch * kStretchBytes, prepare_int16, multiply_int16},
+     {kChunk * 4, prepare_int8, multiply_float32}},
+    multiply_transposed_float32,
+    activate,
+    add_bias,
+    combine,
+    quantize,
+    probe_read,
+    probe_multiply,
+};
+}  // namespace mxfp4
+#endif

@@ -1,0 +1,47 @@
+// AVX-512 with BF16 and VBMI: Zen 4, Cooper Lake, Sapphire Rapids and later.
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#define MXFP4_VECTOR_BYTES 64
+#define MXFP4_ISA_AVX512
+#define MXFP4_ISA_AVX512_BF16
+namespace mxfp4 {
+namespace {
+#include "common.inc"
+#include "avx512.inc"
+#include "float32.inc"
+#include "bf16.inc"
+#include "probe.inc"
+#include "quantize.inc"
+
+bool usable() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512bf16");
+}
+}  // namespace
+
+const Kernels kAvx512Bf16 = {
+    "avx512_bf16",
+    usable,
+    {{kChunk * 4, prepare_float32, multiply_float32},
+     {kChunk * 2, prepare_bf16, multiply_bf16},
+     {kChunk * 4, prepare_int8, multiply_float32}},
+    multiply_transposed,
+    activate,
+    add_bias,
+    combine,
+    quantize,
+    probe_read,
+    probe_multiply,
+};
+}  // namespace mxfp4
+#endif
