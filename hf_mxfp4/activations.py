@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -65,7 +65,7 @@ class Activation:
     @property
     def constants(self) -> tuple[float, ...]:
         """The values of `CONSTANTS`."""
-        return astuple(self)[3:]
+        return (self.alpha, self.gate_max, self.act_max, self.up_max, self.gate_cap, self.up_cap, self.up_add)
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Applies it.

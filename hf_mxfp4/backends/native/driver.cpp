@@ -5,6 +5,7 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,17 +29,55 @@ const Kernels* const kAll[] = {
 };
 constexpr int kCount = sizeof(kAll) / sizeof(kAll[0]);
 
-// Memory for one call, on a cache line, freed at its end.
-class Buffer {
+// Memory of the calling thread for the length of a call. Fresh memory costs more than the work of a small call, so that
+// up to kKept bytes are used again by the thread's next call.
+constexpr int64_t kKept = 64 << 20, kPage = 2 << 20;
+
+class Room {
  public:
-  explicit Buffer(int64_t bytes) : data_((char*)aligned_alloc(64, round_up(bytes + 1, 64))) {}
-  ~Buffer() { free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  char* data() const { return data_; }
+  ~Room() { free(data_); }
+  // `bytes` of memory, on huge pages where the system gives them; null if there is not so much.
+  char* take(int64_t bytes) {
+    if (bytes > size_) {
+      free(data_);
+      size_ = round_up(bytes, bytes < kPage ? 4096 : kPage);
+      data_ = (char*)aligned_alloc(bytes < kPage ? 4096 : kPage, size_);
+      if (!data_) size_ = 0;
+#ifdef MADV_HUGEPAGE
+      if (data_ && size_ >= kPage) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
+    }
+    return data_;
+  }
+  void give_back() {
+    if (size_ <= kKept) return;
+    free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
 
  private:
-  char* data_;
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+thread_local Room room_of_thread;
+
+// Parts of the memory of a call, one after the other, each on a cache line.
+class Parts {
+ public:
+  int64_t add(int64_t bytes) {
+    const int64_t at = total_;
+    total_ += round_up(bytes, 64);
+    return at;
+  }
+  char* take() { return data_ = room_of_thread.take(total_ + 64); }
+  char* at(int64_t part) const { return data_ + part; }
+  ~Parts() { room_of_thread.give_back(); }
+
+ private:
+  int64_t total_ = 0;
+  char* data_ = nullptr;
 };
 
 // Rows from `start` on, `count` of them, of one expert, and the output features from `first` on that a piece is about.
@@ -114,15 +153,16 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
   const int64_t step = forward ? 256 : kTransposedColumns;
   const std::vector<Piece> pieces = split(offsets, experts, forward ? prepared.tokens_at_once() : kTransposedTokens,
                                           forward ? features : columns, step);
-  const Buffer tokens(forward ? slots * prepared.stride : 0), work(threads * scratch);
-  if (!tokens.data() || !work.data()) return kOutOfMemory;
+  Parts parts;
+  const int64_t tokens = parts.add(forward ? slots * prepared.stride : 0), work = parts.add(threads * scratch);
+  if (!parts.take()) return kOutOfMemory;
   std::atomic<int64_t> next[2] = {{0}, {0}};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    char* mine = work.data() + omp_get_thread_num() * scratch;
+    char* mine = parts.at(work) + omp_get_thread_num() * scratch;
     if (forward) {
       take_turns(next[0], slots, [&](int64_t i) {
-        kernel.prepare(x + i * columns, kFloat32, columns, tokens.data() + i * prepared.stride);
+        kernel.prepare(x + i * columns, kFloat32, columns, parts.at(tokens) + i * prepared.stride);
       });
 #pragma omp barrier
     }
@@ -130,7 +170,7 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
       const Piece& p = pieces[i];
       if (forward) {
         kernel.multiply(expert_rows(codes, scales, p.expert, features, columns, p.first), smaller(step, features - p.first),
-                        tokens.data() + p.start * prepared.stride, prepared.stride, p.count,
+                        parts.at(tokens) + p.start * prepared.stride, prepared.stride, p.count,
                         out + p.start * features + p.first, features, mine);
       } else {
         Rows w = expert_rows(codes, scales, p.expert, features, columns, 0);
@@ -167,10 +207,14 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
   const int64_t gate_up = at_once * kChunk * width * 4, activated = at_once * kChunk * 4;
   const int64_t per_thread = scratch + gate_up + activated;
   const int64_t second_step = hidden * intermediate > (1 << 22) ? kChunk : 2 * kChunk;
-  const Buffer inputs(most_slots * input.stride), middles(most_slots * middle.stride), outputs(most_slots * hidden * 4),
-      work(threads * per_thread);
-  if (!inputs.data() || !middles.data() || !outputs.data() || !work.data()) return kOutOfMemory;
-  float* const results = (float*)outputs.data();
+  Parts parts;
+  const int64_t input_part = parts.add(most_slots * input.stride), middle_part = parts.add(most_slots * middle.stride),
+                output_part = parts.add(most_slots * hidden * 4), work_part = parts.add(threads * per_thread);
+  if (!parts.take()) return kOutOfMemory;
+  char* const inputs = parts.at(input_part);
+  char* const middles = parts.at(middle_part);
+  char* const work = parts.at(work_part);
+  float* const results = (float*)parts.at(output_part);
   std::vector<int64_t> offsets(experts + 1), fill(experts), slot_of(most_slots), position(most_slots);
   std::vector<const float*> rows(threads * top_k);
 
@@ -194,7 +238,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
     std::atomic<int64_t> next[4] = {{0}, {0}, {0}, {0}};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      char* const mine = work.data() + omp_get_thread_num() * per_thread;
+      char* const mine = work + omp_get_thread_num() * per_thread;
       float* const outer = (float*)(mine + scratch);
       float* const h = (float*)(mine + scratch + gate_up);
       const float** const chosen = rows.data() + omp_get_thread_num() * top_k;
@@ -204,7 +248,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
         for (int64_t j = 0; j < top_k; ++j) {
           const int64_t at = position[t * top_k + j];
           if (at < 0) continue;
-          char* to = inputs.data() + at * input.stride;
+          char* to = inputs + at * input.stride;
           if (ready) {
             memcpy(to, ready, input.stride);
           } else {
@@ -216,7 +260,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
 #pragma omp barrier
       take_turns(next[1], (int64_t)first.size(), [&](int64_t i) {
         const Piece& p = first[i];
-        const char* tokens_in = inputs.data() + p.start * input.stride;
+        const char* tokens_in = inputs + p.start * input.stride;
         const int64_t span = smaller(kChunk, intermediate - p.first), stride = span * width;
         const auto part = [&](int64_t row, int64_t count, float* to) {
           kernel.multiply(expert_rows(first_codes, first_scales, p.expert, inner, hidden, row), count, tokens_in,
@@ -233,7 +277,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
         kernels.activate(*activation, outer, stride, p.count, span, h, kChunk);
         for (int64_t t = 0; t < p.count; ++t)
           kernel.prepare(h + t * kChunk, kFloat32, span,
-                         middles.data() + (p.start + t) * middle.stride + p.first / kChunk * kernel.chunk_bytes);
+                         middles + (p.start + t) * middle.stride + p.first / kChunk * kernel.chunk_bytes);
       });
 #pragma omp barrier
       take_turns(next[2], (int64_t)second.size(), [&](int64_t i) {
@@ -241,7 +285,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
         const int64_t span = smaller(second_step, hidden - p.first);
         float* to = results + p.start * hidden + p.first;
         kernel.multiply(expert_rows(second_codes, second_scales, p.expert, hidden, intermediate, p.first), span,
-                        middles.data() + p.start * middle.stride, middle.stride, p.count, to, hidden, mine);
+                        middles + p.start * middle.stride, middle.stride, p.count, to, hidden, mine);
         if (second_bias)
           kernels.add_bias(to, hidden, p.count, span, bias_at(second_bias, bias_dtype, p.expert * hidden + p.first),
                            bias_dtype);
