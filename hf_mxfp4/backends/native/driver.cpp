@@ -85,6 +85,8 @@ struct Piece {
   int64_t expert, start, count, first;
 };
 
+static_assert(2 * kChunk <= kMostRows, "a piece of the first projection is a chunk of gates and one of ups");
+
 // Columns K of activations as a kernel takes them. The stride is no multiple of 4 kB, which would crowd one cache set.
 struct Prepared {
   const Kernel* kernel;
@@ -150,7 +152,7 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
   const int64_t slots = offsets[experts], scratch = scratch_bytes(columns);
   const Prepared prepared(kernel, columns);
   const bool forward = !transpose;
-  const int64_t step = forward ? 256 : kTransposedColumns;
+  const int64_t step = forward ? kMostRows : kTransposedColumns;
   const std::vector<Piece> pieces = split(offsets, experts, forward ? prepared.tokens_at_once() : kTransposedTokens,
                                           forward ? features : columns, step);
   Parts parts;
@@ -206,7 +208,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
   const int64_t scratch = scratch_bytes(hidden > intermediate ? hidden : intermediate);
   const int64_t gate_up = at_once * kChunk * width * 4, activated = at_once * kChunk * 4;
   const int64_t per_thread = scratch + gate_up + activated;
-  const int64_t second_step = hidden * intermediate > (1 << 22) ? kChunk : 2 * kChunk;
+  const int64_t second_step = hidden * intermediate > (1 << 22) ? kMostRows / 2 : kMostRows;
   Parts parts;
   const int64_t input_part = parts.add(most_slots * input.stride), middle_part = parts.add(most_slots * middle.stride),
                 output_part = parts.add(most_slots * hidden * 4), work_part = parts.add(threads * per_thread);

@@ -45,7 +45,8 @@ struct Kernel {
   // Prepares `columns` (from the start of a chunk) of one token.
   void (*prepare)(const void* x, int dtype, int64_t columns, void* prepared);
 
-  // out[t * out_stride + r] = sum over k of W[r, k] * x[t, k]. `scratch` has scratch_bytes(w.columns).
+  // out[t * out_stride + r] = sum over k of W[r, k] * x[t, k], for kMostRows rows at most. `scratch` has
+  // scratch_bytes(w.columns).
   void (*multiply)(const Rows& w, int64_t rows, const void* x, int64_t x_stride, int64_t tokens, float* out,
                    int64_t out_stride, void* scratch);
 };
@@ -94,12 +95,17 @@ static inline Rows from_row(const Rows& w, int64_t r) {
 
 static inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
+constexpr int64_t kMostRows = 256;  // of one call of `multiply`
+
 // Bytes of scratch that a thread needs for `multiply` and `multiply_transposed` of weights K wide: a panel of decoded
-// rows, float32 at most, and factors for the scales of a few rows; or such a panel, tokens' gradients and sums.
+// rows in float32 and factors for their scales; factors for the scales of kMostRows rows, 16 bits each; or a panel of the
+// transposed product, tokens' gradients and sums.
 static inline int64_t scratch_bytes(int64_t columns) {
-  const int64_t forward = kPanelRows * (round_up(columns, kChunk) + 64 + columns / kGroup + 64) * 4;
+  const int64_t panel = kPanelRows * (round_up(columns, kChunk) + 64 + columns / kGroup + 64) * 4;
+  const int64_t factors = kMostRows * (columns / kGroup + 64) * 2;
   const int64_t transposed = (kTransposedRows + kTransposedTokens) * (kTransposedColumns + 64) * 4 +
                              kTransposedTokens * kTransposedRows * 4;
+  const int64_t forward = panel > factors ? panel : factors;
   return round_up(forward > transposed ? forward : transposed, 64);
 }
 
