@@ -1,7 +1,7 @@
-"""Builds the native CPU kernels where a C++ compiler is there; without them the package installs and works in plain torch.
+"""Builds the native CPU kernels where a C++ compiler is there; without them the package works in plain torch.
 
-Everything else is in pyproject.toml. The library has a plain C interface and is opened with ctypes, so that neither torch
-nor Python's headers are needed to build it, and one build fits every Python version.
+Everything else is in pyproject.toml. The library has a plain C interface and is opened with ctypes, so that neither
+torch nor Python's headers are needed to build it, and one build fits every Python version.
 """
 
 import platform
@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, LinkError, PlatformError
 
 NATIVE = Path("hf_mxfp4/backends/native")
 FAILURE = "native_failure.txt"
@@ -30,6 +31,7 @@ class BuildNative(build_ext):
     """Compiles each file with its own flags. What fails is written to a file beside the library, and nothing stops."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Builds the library, or writes down why not."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         failure = target.parent / FAILURE
@@ -47,10 +49,10 @@ class BuildNative(build_ext):
                     depends=ext.depends,
                 )
             self.compiler.link_shared_object(objects, str(target), extra_postargs=["-fopenmp"], target_lang="c++")
-        except Exception as error:
+        except (OSError, CCompilerError, CompileError, LinkError, PlatformError) as error:
             target.unlink(missing_ok=True)
             failure.write_text(f"it could not be built: {error}\n", encoding="utf-8")
-            print(f"the native kernel is left out; {failure.read_text(encoding='utf-8').strip()}", file=sys.stderr)
+            self.warn(f"the native kernel is left out: {failure.read_text(encoding='utf-8').strip()}")
 
     def copy_extensions_to_source(self) -> None:
         """As for any extension, in an editable install; where there is no library, the reason."""
@@ -67,6 +69,7 @@ class PlatformWheel(bdist_wheel):
     """A wheel for the platform, but for every Python version."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """The tag."""
         return ("py3", "none", super().get_tag()[2])
 
 

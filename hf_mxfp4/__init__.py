@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .experts import MXFP4Experts
 from .formats import CheckpointError
-from .mxfp4 import MXFP4Tensor, dequantize, quantize
-from .ops import mxfp4_expert_linear
+from .mxfp4 import MXFP4Tensor, dequantize
+from .ops import mxfp4_expert_linear, quantize
 from .quantizer import MXFP4Config, MXFP4HfQuantizer, disable, enable
 from .report import NotPackedError, PackedReport, assert_packed, packed_report
 

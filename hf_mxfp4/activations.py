@@ -20,9 +20,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # torch's own custom
+import torch.nn.functional as F  # torch's own custom
 from torch import Tensor, nn
 
 KINDS = ("sigmoid", "gelu", "gelu_tanh", "relu2", "relu")
@@ -112,14 +113,19 @@ def recognise(apply: Callable[[Tensor], Tensor], gated: bool, module: nn.Module)
         The activation, or None for one that is not of the known kind.
     """
     constants = sorted({abs(v) for m in module.modules() for v in vars(m).values() if isinstance(v, float) and v})
-    ends = torch.tensor([1.0, 8.0, 40.0, *(1.5 * c for c in constants if c < 1e4)], device="cpu")
-    generator = torch.Generator().manual_seed(0)
+    # Device and dtype are said, because while a model loads the defaults are its own.
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    ends = torch.tensor([1.0, 8.0, 40.0, *(1.5 * c for c in constants if c < 1e4)], **on_cpu)
+    generator = torch.Generator("cpu").manual_seed(0)
     shape = (len(ends), 64)
-    outputs = (2 * torch.rand(shape, generator=generator, device="cpu") - 1) * ends[:, None]
+    outputs = (2 * torch.rand(shape, generator=generator, **on_cpu) - 1) * ends[:, None]
     try:
         with torch.no_grad():
             expected = apply(outputs.clone())
-            if expected.shape != (shape[0], shape[1] // 2 if gated else shape[1]) or expected.dtype is not torch.float32:
+            if (
+                expected.shape != (shape[0], shape[1] // 2 if gated else shape[1])
+                or expected.dtype is not torch.float32
+            ):
                 return None
             for candidate in _candidates(gated, constants):
                 if torch.allclose(candidate(outputs), expected, rtol=1e-5, atol=1e-5):

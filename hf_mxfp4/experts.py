@@ -112,7 +112,7 @@ class MXFP4Experts(PackedModule):
                     matrix = torch.cat([flat_rows(proj, source, packed.num_routed, e) for source in sources])
                 else:
                     matrix = weight[e].mT if packed.layout.is_transposed else weight[e]
-                blocks[e], scales[e] = mxfp4.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
+                blocks[e], scales[e] = ops.quantize(matrix, scale_rule, ties, name=f"{proj}[{e}]")
         dtypes = dtype_names([dense["down_proj"]])
         packed.source = Source("dense module", dtypes, f"quantized: {scale_rule}, ties {ties}")
         return packed
@@ -228,10 +228,11 @@ class MXFP4Experts(PackedModule):
         if self.known_activation is None or self.layout.identities or getattr(self, "has_post_expert_norm", False):
             return False
         device = hidden_states.device.type
-        if device != "cpu" or hidden_states.dtype not in _FUSED_DTYPES or self.backend_choice(device).name != "cpu":
+        if device != "cpu" or hidden_states.dtype not in _FUSED_DTYPES or self.backend(device) != "cpu":
             return False
         inputs = [hidden_states, top_k_weights, *self._biases()]
-        if any(value is not None and value.device.type != "cpu" for value in inputs):
+        held = self._parameters.values()
+        if any(value is not None and value.device.type != "cpu" for value in (top_k_weights, *held)):
             return False
         if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
             return False
@@ -243,22 +244,18 @@ class MXFP4Experts(PackedModule):
         return [self._parameters.get(f"{proj}_bias") for proj in self.layout.projections]
 
     def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        assert self.known_activation is not None
         biases = self._biases()
         if any(bias is not None and bias.dtype not in _FUSED_DTYPES[:2] for bias in biases):
             biases = [None if bias is None else bias.float() for bias in biases]
-        projections = [
-            ops.Projection(self._parameters[f"{proj}_blocks"], self._parameters[f"{proj}_scales"], bias)
+        first, second = (
+            ops.Projection(self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales"), bias)
             for proj, bias in zip(self.layout.projections, biases, strict=True)
-        ]
-        tokens = hidden_states.float() if hidden_states.dtype is torch.float16 else hidden_states
-        mixed = ops.experts_mlp(
-            tokens,
-            top_k_index.long(),
-            top_k_weights.float(),
-            *projections,
-            self.known_activation,
-            operand=self.operand(hidden_states.dtype),
         )
+        tokens = hidden_states.float() if hidden_states.dtype is torch.float16 else hidden_states
+        ids, weights = top_k_index.long(), top_k_weights.float()
+        operand = self.operand(hidden_states.dtype)
+        mixed = ops.experts_mlp(tokens, ids, weights, first, second, self.known_activation, operand=operand)
         return mixed.to(hidden_states.dtype)
 
     def _activate(self, outputs: Tensor) -> Tensor:
@@ -277,7 +274,7 @@ class MXFP4Experts(PackedModule):
 
     def _linear(self, x: Tensor, proj: str, slots: routing.Plan, operand: str) -> Tensor:
         blocks, scales = self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales")
-        backend = self.backend_choice(x.device.type).name
+        backend = self.backend(x.device.type)
         out = ops.grouped_linear(x, blocks, scales, slots.offsets, operand=operand, backend=backend)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:

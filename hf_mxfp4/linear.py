@@ -58,8 +58,8 @@ class MXFP4Linear(PackedModule):
         rows = x.reshape(-1, self.in_features).to(compute)
         offsets = torch.arange(2, device=x.device) * rows.shape[0]
         blocks, scales = (self.get_parameter(f"weight_{part}").unsqueeze(0) for part in ("blocks", "scales"))
-        backend = self.backend_choice(x.device.type).name
-        out = ops.grouped_linear(rows, blocks, scales, offsets, operand=self.operand(x.dtype), backend=backend)
+        backend, operand = self.backend(x.device.type), self.operand(x.dtype)
+        out = ops.grouped_linear(rows, blocks, scales, offsets, operand=operand, backend=backend)
         if self.bias is not None:
             out = out + self.bias.to(compute)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -17,6 +17,7 @@ Four bits a code and eight bits for 32 of them are 4.25 bits a weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
@@ -120,8 +121,26 @@ def check_options(scale_rule: str, ties: str) -> None:
         raise ValueError(f"ties is {ties!r}; expected one of {', '.join(TIES)}")
 
 
+class Rounder(NamedTuple):
+    """What rounds a chunk of weights.
+
+    Attributes:
+        round: given contiguous float32, bfloat16 or float16 [n, 32], a scale rule and how ties go, gives `blocks`
+            [n, 16] and `scales` [n], or None if a weight is not finite.
+        working_bytes: memory that this takes for each weight.
+    """
+
+    round: Callable[[Tensor, str, str], MXFP4Tensor | None]
+    working_bytes: int
+
+
 def quantize(
-    weight: Tensor, scale_rule: ScaleRule = "mse", ties: Ties = "even", *, name: str = "weight"
+    weight: Tensor,
+    scale_rule: ScaleRule = "mse",
+    ties: Ties = "even",
+    *,
+    name: str = "weight",
+    rounder: Rounder | None = None,
 ) -> MXFP4Tensor:
     """Rounds a weight to MXFP4, one E8M0 scale per 32 weights of a row.
 
@@ -138,6 +157,7 @@ def quantize(
         ties: which neighbour a value halfway between two takes: the `even` code, the one nearer to `zero` (as gguf),
             or the one `away` from it.
         name: what errors call the weight.
+        rounder: does the arithmetic; by default in torch, on any device.
 
     Returns:
         `blocks` uint8 [..., K / 2] and `scales` uint8 [..., K / 32] on the weight's device.
@@ -153,7 +173,8 @@ def quantize(
     *lead, width = weight.shape
     blocks = torch.empty(*lead, width // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(*lead, width // BLOCK_SIZE, dtype=torch.uint8, device=weight.device)
-    _quantize_into(weight.detach(), MXFP4Tensor(blocks, scales), (scale_rule, ties), (name, ()))
+    rounder = rounder or Rounder(_quantize_chunk, _WORKING_BYTES_PER_WEIGHT)
+    _quantize_into(weight.detach(), MXFP4Tensor(blocks, scales), (scale_rule, ties), (name, ()), rounder)
     return MXFP4Tensor(blocks, scales)
 
 
@@ -218,7 +239,7 @@ def dequantize_into(blocks: Tensor, scales: Tensor, out: Tensor, index: Tensor) 
 
 
 def _quantize_into(
-    weight: Tensor, out: MXFP4Tensor, rules: tuple[str, str], label: tuple[str, tuple[int, ...]]
+    weight: Tensor, out: MXFP4Tensor, rules: tuple[str, str], label: tuple[str, tuple[int, ...]], rounder: Rounder
 ) -> None:
     """Quantizes `weight` [..., K] into `out`, a chunk at a time. `label` names it and its place in errors."""
     width = weight.shape[-1]
@@ -226,16 +247,17 @@ def _quantize_into(
         return
     if weight.ndim > 2:  # index by index: flattening a transposed stack would copy all of it
         for i in range(weight.shape[0]):
-            _quantize_into(weight[i], MXFP4Tensor(out.blocks[i], out.scales[i]), rules, (label[0], (*label[1], i)))
+            part = MXFP4Tensor(out.blocks[i], out.scales[i])
+            _quantize_into(weight[i], part, rules, (label[0], (*label[1], i)), rounder)
         return
     rows, blocks, scales = torch.atleast_2d(weight), torch.atleast_2d(out.blocks), torch.atleast_2d(out.scales)
-    budget = max(QUANTIZE_CHUNK_BYTES // _WORKING_BYTES_PER_WEIGHT, BLOCK_SIZE)
+    budget = max(QUANTIZE_CHUNK_BYTES // rounder.working_bytes, BLOCK_SIZE)
     columns = min(width, budget // BLOCK_SIZE * BLOCK_SIZE)
     step = max(1, budget // columns)
     for top, left in product(range(0, rows.shape[0], step), range(0, width, columns)):
-        chunk = rows[top : top + step, left : left + columns].float().contiguous()
+        chunk = rows[top : top + step, left : left + columns].contiguous()
         height, span = chunk.shape
-        packed = _quantize_chunk(chunk.view(-1, BLOCK_SIZE), *rules)
+        packed = rounder.round(chunk.view(-1, BLOCK_SIZE), *rules)
         if packed is None:
             row, column = (~torch.isfinite(chunk)).nonzero()[0].tolist()
             index = [*label[1], *([top + row] if weight.ndim == 2 else []), left + column]
@@ -246,7 +268,8 @@ def _quantize_into(
 
 
 def _quantize_chunk(chunk: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor | None:
-    """`blocks` [n, 16] and `scales` [n] of float32 [n, 32]; None if a value is not finite."""
+    """`blocks` [n, 16] and `scales` [n] of weights [n, 32]; None if a value is not finite."""
+    chunk = chunk.float()
     largest = chunk.abs().amax(dim=-1)
     if not torch.isfinite(largest).all():
         return None

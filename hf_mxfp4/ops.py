@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import routing
+from . import mxfp4, routing
 from .activations import Activation
 from .backends import choose, cpu, reference
-from .mxfp4 import blocks_shape, canonical
+from .mxfp4 import MXFP4Tensor, Rounder, ScaleRule, Ties, blocks_shape, canonical
 
 _BACKENDS = {"reference": reference.grouped_linear, "cpu": cpu.grouped_linear}
 OPERANDS = ("float32", "bfloat16", "int8")
 """What a backend may round activations to before it multiplies them: no further than what comes in float32 has, than
 bfloat16, or to 8 bits and a step for each 32, see `reference.round_int8`. Sums are float32 in any case."""
 _COMPUTE_DTYPES = (torch.float32, torch.float64)
+_NATIVE_WORKING_BYTES = 5  # a float32 weight that is made contiguous, and what it becomes
 _MLP_DTYPES = (torch.float32, torch.bfloat16)
 
 _library = torch.library.Library("hf_mxfp4", "DEF")
@@ -73,9 +74,7 @@ def grouped_linear(
     """
 
     def run(rows: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(
-            rows, blocks, scales, offsets, transpose, operand, backend
-        )
+        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(rows, blocks, scales, offsets, transpose, operand, backend)
         return out
 
     if torch.compiler.is_compiling():
@@ -83,6 +82,18 @@ def grouped_linear(
     # torch.library registers no forward-mode derivative; the op is linear in x, so its tangent goes through it as well.
     primal, tangent = forward_ad.unpack_dual(x)
     return run(primal) if tangent is None else forward_ad.make_dual(run(primal), run(tangent))
+
+
+def quantize(
+    weight: Tensor, scale_rule: ScaleRule = "mse", ties: Ties = "even", *, name: str = "weight"
+) -> MXFP4Tensor:
+    """Rounds a weight to MXFP4 as `mxfp4.quantize`, whose arguments, results and errors it has, byte for byte.
+
+    On a CPU the native kernel does it, where it is there.
+    """
+    is_native = weight.device.type == "cpu" and choose("auto", "cpu").name == "cpu"
+    rounder = Rounder(cpu.quantize_chunk, _NATIVE_WORKING_BYTES) if is_native else None
+    return mxfp4.quantize(weight, scale_rule, ties, name=name, rounder=rounder)
 
 
 def mxfp4_expert_linear(
@@ -136,7 +147,7 @@ def operand_of(dtype: torch.dtype) -> str:
 
 
 class Projection(NamedTuple):
-    """A packed projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
+    """A projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
 
     blocks: Tensor
     scales: Tensor
@@ -199,7 +210,9 @@ def _check_routed(tokens: Tensor, blocks: Tensor, ids: Tensor, weights: Tensor, 
         raise ValueError(f"shared_output {list(shared.shape)} is not [T, N] = {[tokens.shape[0], features]}")
 
 
-def _check(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str) -> None:
+def _check(
+    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str
+) -> None:
     if x.dtype not in _COMPUTE_DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; grouped_linear computes in float32 or float64")
     if offsets.dtype is not torch.int64:

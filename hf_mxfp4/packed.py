@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from . import mxfp4, ops
-from .backends import Choice, choose
-
+from .backends import Choice, choose, choose_name
 
 ACTIVATIONS = ("auto", "int8")
 """How activations can be asked to be multiplied: with what they have, or rounded to 8 bits."""
@@ -92,6 +91,13 @@ class PackedModule(nn.Module):
         if device_type not in self._choices:
             self._choices[device_type] = choose(self.requested_backend, device_type)
         return self._choices[device_type]
+
+    def backend(self, device_type: str) -> str:
+        """The name of the backend that runs on a device."""
+        if torch.compiler.is_compiling():
+            name: str = choose_name(self.requested_backend, device_type)
+            return name
+        return self.backend_choice(device_type).name
 
     def operand(self, dtype: torch.dtype) -> str:
         """What activations may be rounded to where tokens have a dtype, see `ops.OPERANDS`."""

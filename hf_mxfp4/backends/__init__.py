@@ -7,6 +7,8 @@ import os
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from . import cpu
 
 BACKENDS = ("reference", "cpu", "triton")
@@ -63,3 +65,9 @@ def choose(requested: str, device_type: str) -> Choice:
     if (why := unavailable(name, device_type)) is not None:
         raise ValueError(f"{source} is {name!r}, but {why}")
     return Choice(name, f"asked for by {source}" + (f", {cpu.instruction_set()}" if name == "cpu" else ""))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def choose_name(requested: str, device_type: str) -> str:
+    """The name that `choose` gives, for code that torch.compile traces: which backend runs is settled then."""
+    return choose(requested, device_type).name

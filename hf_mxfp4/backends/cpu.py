@@ -1,7 +1,10 @@
 """The ops on a CPU by the native kernels: loading the library, choosing the instruction set, and calling it.
 
-The library is optional: a plain C interface, built by setup.py where there is a compiler, opened with ctypes after torch,
-so that both share one OpenMP. E experts, N output features, K input features, T tokens, k experts a token.
+The library is optional: a plain C interface, built by setup.py where there is a compiler, opened with ctypes after
+torch, so that both share one OpenMP. A thread that calls it keeps up to 64 MB of working memory for its next call,
+since fresh memory costs more than the work of a small call.
+
+E experts, N output features, K input features, T tokens, k experts a token, S rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..activations import CONSTANTS, KINDS, Activation
+from ..mxfp4 import MXFP4Tensor
 from . import reference
 
 ISA_VARIABLE = "HF_MXFP4_CPU_ISA"
@@ -128,9 +132,7 @@ def _bytes(*tensors: Tensor) -> Sequence[Tensor]:
     return [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
 
 
-def grouped_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str
-) -> Tensor:
+def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str) -> Tensor:
     """As `reference.grouped_linear`, which computes what is in float64."""
     if x.dtype is torch.float64:
         return reference.grouped_linear(x, blocks, scales, offsets, transpose, operand)
@@ -225,33 +227,35 @@ def experts_mlp(
     return out
 
 
-def quantize_into(weight: Tensor, blocks: Tensor, scales: Tensor, scale_rule: str, ties: str) -> int:
-    """Quantizes a contiguous weight on the CPU into contiguous `blocks` and `scales`.
+def quantize_chunk(weights: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor | None:
+    """Quantizes contiguous weights on the CPU, byte for byte as torch does in `mxfp4.quantize`.
 
     Args:
-        weight: float32, bfloat16 or float16 [..., K].
-        blocks: uint8 [..., K / 2].
-        scales: uint8 [..., K / 32].
+        weights: float32, bfloat16 or float16 [n, 32].
         scale_rule: see `mxfp4.quantize`.
         ties: see `mxfp4.quantize`.
 
     Returns:
-        The flat index of a weight that is not finite, or -1.
+        `blocks` uint8 [n, 16] and `scales` uint8 [n], or None if a weight is not finite.
     """
     native, bad = _ready(), ctypes.c_int64()
+    count = weights.shape[0]
+    packed = MXFP4Tensor(
+        *(torch.empty(shape, dtype=torch.uint8, device=weights.device) for shape in ((count, 16), (count,)))
+    )
     native.library.mxfp4_quantize(
         native.isa,
         _threads(),
-        weight.data_ptr(),
-        _DTYPES[weight.dtype],
-        scales.numel(),
+        weights.data_ptr(),
+        _DTYPES[weights.dtype],
+        count,
         _RULES[scale_rule],
         _TIES[ties],
-        blocks.data_ptr(),
-        scales.data_ptr(),
+        packed.blocks.data_ptr(),
+        packed.scales.data_ptr(),
         ctypes.byref(bad),
     )
-    return bad.value
+    return packed if bad.value < 0 else None
 
 
 def probe_read(data: Tensor) -> int:

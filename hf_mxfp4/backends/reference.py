@@ -17,9 +17,7 @@ _DECODED_BYTES = 4 << 20
 """Decoded weights held at a time: few enough to be still in cache when they are multiplied."""
 
 
-def grouped_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str
-) -> Tensor:
+def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str) -> Tensor:
     """Multiplies each expert's rows by its weights, or by their transpose.
 
     Args:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import demo, doctor
+from . import bench, demo, doctor
 
-COMMANDS = {"demo": demo, "doctor": doctor}
+COMMANDS = {"bench": bench, "demo": demo, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

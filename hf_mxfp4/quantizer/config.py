@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import mxfp4
 from ..backends import BACKENDS
-from ..packed import ACTIVATIONS
 from ..formats import DIALECTS, CheckpointError, Dialect, per_expert, stacked
+from ..packed import ACTIVATIONS
 
 logger = logging.get_logger(__name__)
 

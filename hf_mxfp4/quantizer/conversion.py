@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 from typing_extensions import Self
 
-from .. import mxfp4, pages
+from .. import mxfp4, ops, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError
@@ -258,7 +258,7 @@ class ExpertsConverter(TaskConverter):
             return self.task.decode(name, parts[0], parts[1])
         matrix = parts[0].mT if is_transposed else parts[0]
         mxfp4.check_width(matrix.shape, name)
-        return mxfp4.quantize(matrix, *self.task.rules, name=name)
+        return ops.quantize(matrix, *self.task.rules, name=name)
 
     def _packed(
         self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: tuple[str, ...]

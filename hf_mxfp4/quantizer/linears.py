@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from .. import mxfp4
+from .. import ops
 from ..formats import CheckpointError
 from ..linear import MXFP4Linear
 from ..packed import dtype_names
@@ -40,7 +40,7 @@ class LinearConverter(TaskConverter):
         if len(parts) == 2:
             tensor = self.task.decode(name, parts[0], parts[1])
         else:
-            tensor = mxfp4.quantize(parts[0], *self.task.rules, name=name)
+            tensor = ops.quantize(parts[0], *self.task.rules, name=name)
         check_shape(tensor.blocks, tuple(module.packed("weight").blocks.shape), name)
         return self.task.hand_over(module, name, tensor, dtype_names(parts), "per expert")
 
