@@ -227,36 +227,37 @@ class MXFP4Experts(PackedModule):
         """Whether the backend can run all of the module in one call: the CPU's, where no gradient is asked for."""
         if self.known_activation is None or self.layout.identities or getattr(self, "has_post_expert_norm", False):
             return False
-        device = hidden_states.device.type
-        if device != "cpu" or hidden_states.dtype not in _FUSED_DTYPES or self.backend(device) != "cpu":
+        if hidden_states.dtype not in _FUSED_DTYPES:
             return False
-        inputs = [hidden_states, top_k_weights, *self._biases()]
         held = self._parameters.values()
-        if any(value is not None and value.device.type != "cpu" for value in (top_k_weights, *held)):
+        tensors = [hidden_states, top_k_weights, *(value for value in held if value is not None)]
+        if not all(value.is_cpu for value in tensors) or self.backend("cpu") != "cpu":
             return False
-        if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
+        if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
             return False
-        return torch.compiler.is_compiling() or all(
-            value is None or forward_ad.unpack_dual(value).tangent is None for value in inputs
+        return torch.compiler.is_compiling() or not any(
+            forward_ad.unpack_dual(value).tangent is not None for value in tensors if value.dtype is not torch.uint8
         )
-
-    def _biases(self) -> list[Tensor | None]:
-        return [self._parameters.get(f"{proj}_bias") for proj in self.layout.projections]
 
     def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         assert self.known_activation is not None
-        biases = self._biases()
-        if any(bias is not None and bias.dtype not in _FUSED_DTYPES[:2] for bias in biases):
-            biases = [None if bias is None else bias.float() for bias in biases]
-        first, second = (
-            ops.Projection(self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales"), bias)
-            for proj, bias in zip(self.layout.projections, biases, strict=True)
+        packed: list[Any] = []
+        for proj in self.layout.projections:
+            bias: Tensor | None = self._parameters.get(f"{proj}_bias")
+            if bias is not None and bias.dtype not in ops.MLP_DTYPES:
+                bias = bias.float()
+            packed += (self._parameters[f"{proj}_blocks"], self._parameters[f"{proj}_scales"], bias)
+        dtype = hidden_states.dtype
+        mixed = ops.experts_mlp(
+            hidden_states if dtype in ops.MLP_DTYPES else hidden_states.float(),
+            top_k_index.long(),
+            top_k_weights.float(),
+            ops.Projection(*packed[:3]),
+            ops.Projection(*packed[3:]),
+            self.known_activation,
+            operand=self.operand(dtype),
         )
-        tokens = hidden_states.float() if hidden_states.dtype is torch.float16 else hidden_states
-        ids, weights = top_k_index.long(), top_k_weights.float()
-        operand = self.operand(hidden_states.dtype)
-        mixed = ops.experts_mlp(tokens, ids, weights, first, second, self.known_activation, operand=operand)
-        return mixed.to(hidden_states.dtype)
+        return mixed.to(dtype)
 
     def _activate(self, outputs: Tensor) -> Tensor:
         """What stands between the projections."""

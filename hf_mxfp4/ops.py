@@ -29,7 +29,8 @@ OPERANDS = ("float32", "bfloat16", "int8")
 bfloat16, or to 8 bits and a step for each 32, see `reference.round_int8`. Sums are float32 in any case."""
 _COMPUTE_DTYPES = (torch.float32, torch.float64)
 _NATIVE_WORKING_BYTES = 5  # a float32 weight that is made contiguous, and what it becomes
-_MLP_DTYPES = (torch.float32, torch.bfloat16)
+MLP_DTYPES = (torch.float32, torch.bfloat16)
+"""What tokens and biases can be in `experts_mlp`."""
 
 _library = torch.library.Library("hf_mxfp4", "DEF")
 _library.define(
@@ -268,29 +269,30 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, gated: bool) -> None:
-    if x.dtype not in _MLP_DTYPES:
+    if x.dtype not in MLP_DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; experts_mlp takes float32 and bfloat16")
     if ids.dtype is not torch.int64 or weights.dtype is not torch.float32:
         raise TypeError(f"ids and weights are {ids.dtype} and {weights.dtype}; expected torch.int64 and torch.float32")
-    if any(part.dtype is not torch.uint8 for part in (*first[:2], *second[:2])):
+    packed = (first.blocks, first.scales, second.blocks, second.scales)
+    if any(part.dtype is not torch.uint8 for part in packed):
         raise TypeError("blocks and scales are torch.uint8")
     biases = {bias.dtype for bias in (first.bias, second.bias) if bias is not None}
-    if len(biases) > 1 or not biases <= set(_MLP_DTYPES):
+    if len(biases) > 1 or not biases <= set(MLP_DTYPES):
         raise TypeError(f"biases are {biases}; expected both float32 or both bfloat16")
     experts, inner, half = first.blocks.shape
     hidden, middle = 2 * half, inner // 2 if gated else inner
-    expected = {
-        "x": (x, (x.shape[0], hidden)),
-        "ids": (ids, (x.shape[0], ids.shape[-1])),
-        "weights": (weights, tuple(ids.shape)),
-        "first scales": (first.scales, (experts, inner, hidden // 32)),
-        "second blocks": (second.blocks, (experts, hidden, middle // 2)),
-        "second scales": (second.scales, (experts, hidden, middle // 32)),
-        "first bias": (first.bias, (experts, inner)),
-        "second bias": (second.bias, (experts, hidden)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+    routes = (x.shape[0], ids.shape[-1])
+    for name, tensor, shape in (
+        ("x", x, (x.shape[0], hidden)),
+        ("ids", ids, routes),
+        ("weights", weights, routes),
+        ("first scales", first.scales, (experts, inner, hidden // 32)),
+        ("second blocks", second.blocks, (experts, hidden, middle // 2)),
+        ("second scales", second.scales, (experts, hidden, middle // 32)),
+        ("first bias", first.bias, (experts, inner)),
+        ("second bias", second.bias, (experts, hidden)),
+    ):
+        if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} {list(tensor.shape)}: expected {list(shape)}")
 
 
