@@ -16,7 +16,7 @@ from setuptools.errors import CCompilerError, CompileError, LinkError, PlatformE
 
 NATIVE = Path("hf_mxfp4/backends/native")
 FAILURE = "native_failure.txt"
-COMMON = ["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-g0"]
+COMMON = ["-O3", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-g0"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86_64 = {
@@ -48,7 +48,7 @@ class BuildNative(build_ext):
                     extra_postargs=[*COMMON, *flags.get(Path(source).stem, [])],
                     depends=ext.depends,
                 )
-            self.compiler.link_shared_object(objects, str(target), extra_postargs=["-fopenmp"], target_lang="c++")
+            self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"], target_lang="c++")
         except (OSError, CCompilerError, CompileError, LinkError, PlatformError) as error:
             target.unlink(missing_ok=True)
             failure.write_text(f"it could not be built: {error}\n", encoding="utf-8")

@@ -1,8 +1,9 @@
 """The ops on a CPU by the native kernels: loading the library, choosing the instruction set, and calling it.
 
-The library is optional: a plain C interface, built by setup.py where there is a compiler, opened with ctypes after
-torch, so that both share one OpenMP. A thread that calls it keeps up to 64 MB of working memory for its next call,
-since fresh memory costs more than the work of a small call.
+The library is optional: a plain C interface, built by setup.py where there is a compiler, opened with ctypes. It has as
+many threads as torch is set to use, but its own, which sleep between calls: OpenMP's wait for each other at every step,
+and where one of them shares its core with other work, all wait for it. A thread that calls the library keeps up to 64 MB
+of working memory for its next call, since fresh memory costs more than the work of a small call.
 
 E experts, N output features, K input features, T tokens, k experts a token, S rows sorted by expert.
 """
@@ -37,8 +38,6 @@ _RULES = {"mse": 0, "even": 1, "floor": 2, "rceil": 3}
 _TIES = {"even": 0, "zero": 1, "away": 2}
 _ROOM = 256 << 20
 """The most bytes that outputs of single experts take while an experts call runs; more tokens are run in turn."""
-
-_PROCESS = os.getpid()
 
 
 class _Activation(ctypes.Structure):
@@ -118,11 +117,6 @@ def instruction_set() -> str:
     return _ready().name
 
 
-def _threads() -> int:
-    # OpenMP's threads do not survive a fork, and waiting for them would never end.
-    return torch.get_num_threads() if os.getpid() == _PROCESS else 1
-
-
 def _check(status: int) -> None:
     if status:
         raise MemoryError("the native kernel got no memory for what it works with")
@@ -146,7 +140,7 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
         return out.zero_()
     status = native.library.mxfp4_grouped_linear(
         native.isa,
-        _threads(),
+        torch.get_num_threads(),
         _OPERANDS[operand],
         transpose,
         x.data_ptr(),
@@ -201,7 +195,7 @@ def experts_mlp(
     pointers = [None if bias is None else bias.data_ptr() for bias in biases]
     status = native.library.mxfp4_experts(
         native.isa,
-        _threads(),
+        torch.get_num_threads(),
         _OPERANDS[operand],
         _DTYPES[x.dtype],
         x.data_ptr(),
@@ -245,7 +239,7 @@ def quantize_chunk(weights: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor |
     )
     native.library.mxfp4_quantize(
         native.isa,
-        _threads(),
+        torch.get_num_threads(),
         weights.data_ptr(),
         _DTYPES[weights.dtype],
         count,
@@ -261,12 +255,12 @@ def quantize_chunk(weights: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor |
 def probe_read(data: Tensor) -> int:
     """Reads a contiguous uint8 tensor once, as fast as the threads can; returns the number of bytes that were read."""
     native, whole = _ready(), data.numel() >> 20 << 20
-    native.library.mxfp4_probe_read(native.isa, _threads(), data.data_ptr(), whole)
+    native.library.mxfp4_probe_read(native.isa, torch.get_num_threads(), data.data_ptr(), whole)
     return whole
 
 
 def probe_multiply(rounds: int) -> int:
     """Multiplies and adds in registers only; returns the number of floating-point operations that were done."""
     native = _ready()
-    operations: int = native.library.mxfp4_probe_multiply(native.isa, _threads(), rounds)
+    operations: int = native.library.mxfp4_probe_multiply(native.isa, torch.get_num_threads(), rounds)
     return operations

@@ -1,8 +1,7 @@
 // The C interface: experts, grouped linear layers and the quantizer, split into pieces of work that threads take in turn.
 //
-// Threads are those of OpenMP, which torch has started already where it uses OpenMP too. Which thread does a piece makes
-// no difference to what comes out. Every function returns 0, or a status that backends/cpu.py puts into words.
-#include <omp.h>
+// Which thread does a piece makes no difference to what comes out. Every function returns 0, or a status that
+// backends/cpu.py puts into words.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "native.h"
+#include "threads.h"
 
 using namespace mxfp4;
 
@@ -115,12 +115,6 @@ std::vector<Piece> split(const int64_t* offsets, int64_t experts, int64_t most, 
   return pieces;
 }
 
-// Runs each(piece index) for 0 to count - 1 on the threads of the enclosing parallel region.
-template <class Each>
-void take_turns(std::atomic<int64_t>& next, int64_t count, Each each) {
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) each(i);
-}
-
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 Rows expert_rows(const uint8_t* codes, const uint8_t* scales, int64_t expert, int64_t rows, int64_t columns, int64_t row) {
@@ -158,17 +152,13 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
   Parts parts;
   const int64_t tokens = parts.add(forward ? slots * prepared.stride : 0), work = parts.add(threads * scratch);
   if (!parts.take()) return kOutOfMemory;
-  std::atomic<int64_t> next[2] = {{0}, {0}};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    char* mine = parts.at(work) + omp_get_thread_num() * scratch;
-    if (forward) {
-      take_turns(next[0], slots, [&](int64_t i) {
-        kernel.prepare(x + i * columns, kFloat32, columns, parts.at(tokens) + i * prepared.stride);
-      });
-#pragma omp barrier
-    }
-    take_turns(next[1], (int64_t)pieces.size(), [&](int64_t i) {
+  Phase preparing(forward ? slots : 0), multiplying((int64_t)pieces.size());
+  Pool::run(threads, [&](int thread) {
+    char* mine = parts.at(work) + thread * scratch;
+    preparing.run([&](int64_t i) {
+      kernel.prepare(x + i * columns, kFloat32, columns, parts.at(tokens) + i * prepared.stride);
+    });
+    multiplying.run([&](int64_t i) {
       const Piece& p = pieces[i];
       if (forward) {
         kernel.multiply(expert_rows(codes, scales, p.expert, features, columns, p.first), smaller(step, features - p.first),
@@ -182,7 +172,7 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
                                     operand, out + p.start * columns + p.first, columns, mine);
       }
     });
-  }
+  });
   return 0;
 } catch (...) {
   return kOutOfMemory;
@@ -237,15 +227,14 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
     }
     const std::vector<Piece> first = split(offsets.data(), experts, at_once, intermediate, kChunk);
     const std::vector<Piece> second = split(offsets.data(), experts, at_once, hidden, second_step);
-    std::atomic<int64_t> next[4] = {{0}, {0}, {0}, {0}};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      char* const mine = work + omp_get_thread_num() * per_thread;
+    Phase preparing(tokens), projecting((int64_t)first.size()), returning((int64_t)second.size()), mixing(tokens);
+    Pool::run(threads, [&](int thread) {
+      char* const mine = work + thread * per_thread;
       float* const outer = (float*)(mine + scratch);
       float* const h = (float*)(mine + scratch + gate_up);
-      const float** const chosen = rows.data() + omp_get_thread_num() * top_k;
+      const float** const chosen = rows.data() + thread * top_k;
       // Each token is prepared once, and copied to the place of each of its experts.
-      take_turns(next[0], tokens, [&](int64_t t) {
+      preparing.run([&](int64_t t) {
         const char* ready = nullptr;
         for (int64_t j = 0; j < top_k; ++j) {
           const int64_t at = position[t * top_k + j];
@@ -259,8 +248,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
           }
         }
       });
-#pragma omp barrier
-      take_turns(next[1], (int64_t)first.size(), [&](int64_t i) {
+      projecting.run([&](int64_t i) {
         const Piece& p = first[i];
         const char* tokens_in = inputs + p.start * input.stride;
         const int64_t span = smaller(kChunk, intermediate - p.first), stride = span * width;
@@ -281,8 +269,7 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
           kernel.prepare(h + t * kChunk, kFloat32, span,
                          middles + (p.start + t) * middle.stride + p.first / kChunk * kernel.chunk_bytes);
       });
-#pragma omp barrier
-      take_turns(next[2], (int64_t)second.size(), [&](int64_t i) {
+      returning.run([&](int64_t i) {
         const Piece& p = second[i];
         const int64_t span = smaller(second_step, hidden - p.first);
         float* to = results + p.start * hidden + p.first;
@@ -292,15 +279,14 @@ EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const voi
           kernels.add_bias(to, hidden, p.count, span, bias_at(second_bias, bias_dtype, p.expert * hidden + p.first),
                            bias_dtype);
       });
-#pragma omp barrier
-      take_turns(next[3], tokens, [&](int64_t t) {
+      mixing.run([&](int64_t t) {
         for (int64_t j = 0; j < top_k; ++j) {
           const int64_t at = position[t * top_k + j];
           chosen[j] = at < 0 ? nullptr : results + at * hidden;
         }
         kernels.combine(chosen, weights + (from + t) * top_k, top_k, hidden, (char*)out + (from + t) * hidden * size, dtype);
       });
-    }
+    });
   }
   return 0;
 } catch (...) {
@@ -312,36 +298,42 @@ EXPORT int mxfp4_quantize(int isa, int threads, const void* weights, int dtype, 
                           uint8_t* codes, uint8_t* scales, int64_t* bad) {
   constexpr int64_t kSpan = 4096;
   const int64_t size = (dtype == kFloat32 ? 4 : 2) * kGroup;
-  int64_t first_bad = INT64_MAX;
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(min : first_bad)
-  take_turns(next, (groups + kSpan - 1) / kSpan, [&](int64_t i) {
-    const int64_t from = i * kSpan, count = smaller(kSpan, groups - from);
-    const int64_t found = kAll[isa]->quantize((const char*)weights + from * size, dtype, count, rule, ties,
-                                              codes + from * kGroup / 2, scales + from);
-    if (found >= 0) first_bad = smaller(first_bad, from * kGroup + found);
+  std::atomic<int64_t> first_bad{INT64_MAX};
+  Phase rounding((groups + kSpan - 1) / kSpan);
+  Pool::run(threads, [&](int) {
+    rounding.run([&](int64_t i) {
+      const int64_t from = i * kSpan, count = smaller(kSpan, groups - from);
+      const int64_t found = kAll[isa]->quantize((const char*)weights + from * size, dtype, count, rule, ties,
+                                                codes + from * kGroup / 2, scales + from);
+      if (found < 0) return;
+      int64_t before = first_bad.load();
+      while (from * kGroup + found < before && !first_bad.compare_exchange_weak(before, from * kGroup + found)) {
+      }
+    });
   });
-  *bad = first_bad == INT64_MAX ? -1 : first_bad;
+  *bad = first_bad == INT64_MAX ? -1 : first_bad.load();
   return 0;
 }
 
 // Reads `bytes` on all threads; see Kernels::probe_read.
 EXPORT uint64_t mxfp4_probe_read(int isa, int threads, const uint8_t* data, int64_t bytes) {
   constexpr int64_t kSpan = 1 << 20;
-  uint64_t sum = 0;
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : sum)
-  take_turns(next, bytes / kSpan, [&](int64_t i) { sum += kAll[isa]->probe_read(data + i * kSpan, kSpan); });
+  std::atomic<uint64_t> sum{0};
+  Phase reading(bytes / kSpan);
+  Pool::run(threads, [&](int) { reading.run([&](int64_t i) { sum += kAll[isa]->probe_read(data + i * kSpan, kSpan); }); });
   return sum;
 }
 
 // Multiplies on all threads; returns the floating-point operations done. See Kernels::probe_multiply.
 EXPORT int64_t mxfp4_probe_multiply(int isa, int threads, int64_t rounds) {
-  int64_t operations = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : operations)
-  {
-    float sink;
-    operations += kAll[isa]->probe_multiply(rounds, &sink);
-  }
+  constexpr int64_t kPieces = 64;
+  std::atomic<int64_t> operations{0};
+  Phase multiplying(threads * kPieces);
+  Pool::run(threads, [&](int) {
+    multiplying.run([&](int64_t) {
+      float sink;
+      operations += kAll[isa]->probe_multiply(rounds / kPieces, &sink);
+    });
+  });
   return operations;
 }
