@@ -22,7 +22,7 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86_64 = {
     "isa_avx2": AVX2,
     "isa_avx512": AVX512,
-    "isa_avx512_bf16": [*AVX512, "-mavx512vbmi", "-mavx512bf16"],
+    "isa_avx512_bf16": [*AVX512, "-mavx512vbmi", "-mavx512vnni", "-mavx512bf16"],
 }
 """Compiler flags of the files that are for one instruction set. Which of them runs is found out at run time."""
 

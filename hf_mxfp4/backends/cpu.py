@@ -1,9 +1,9 @@
 """The ops on a CPU by the native kernels: loading the library, choosing the instruction set, and calling it.
 
 The library is optional: a plain C interface, built by setup.py where there is a compiler, opened with ctypes. It has as
-many threads as torch is set to use, but its own, which sleep between calls: OpenMP's wait for each other at every step,
-and where one of them shares its core with other work, all wait for it. A thread that calls the library keeps up to 64 MB
-of working memory for its next call, since fresh memory costs more than the work of a small call.
+many threads as torch is set to use, but its own, which sleep between calls: OpenMP's wait for each other at every
+step, and where one of them shares its core with other work, all wait for it. A thread that calls the library keeps up
+to 64 MB of working memory for its next call, since fresh memory costs more than the work of a small call.
 
 E experts, N output features, K input features, T tokens, k experts a token, S rows sorted by expert.
 """

@@ -30,7 +30,7 @@ const Kernels kAvx2 = {
     usable,
     {{kChunk * 4, prepare_float32, multiply_float32},
      {kChunk / kStretch * kStretchBytes, prepare_int16, multiply_int16},
-     {kChunk * 4, prepare_int8, multiply_float32}},
+     {kChunk / kStretch * kStretchBytes, prepare_int16_of_8, multiply_int16}},
     multiply_transposed_float32,
     activate,
     add_bias,

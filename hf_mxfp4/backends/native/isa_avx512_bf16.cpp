@@ -1,4 +1,4 @@
-// AVX-512 with BF16 and VBMI: Zen 4, Cooper Lake, Sapphire Rapids and later.
+// AVX-512 with BF16, VBMI and VNNI: Zen 4, Cooper Lake, Sapphire Rapids and later.
 #include "native.h"
 
 #if defined(__x86_64__)
@@ -15,6 +15,7 @@ namespace {
 #include "avx512.inc"
 #include "float32.inc"
 #include "bf16.inc"
+#include "int8.inc"
 #include "probe.inc"
 #include "quantize.inc"
 
@@ -25,6 +26,7 @@ bool usable() {
          __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512vnni") &&
          __builtin_cpu_supports("avx512bf16");
 }
 }  // namespace
@@ -34,7 +36,7 @@ const Kernels kAvx512Bf16 = {
     usable,
     {{kChunk * 4, prepare_float32, multiply_float32},
      {kChunk * 2, prepare_bf16, multiply_bf16},
-     {kChunk * 4, prepare_int8, multiply_float32}},
+     {kInt8Bytes, prepare_vnni, multiply_int8}},
     multiply_transposed,
     activate,
     add_bias,
