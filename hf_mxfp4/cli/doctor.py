@@ -11,12 +11,13 @@ import torch
 from packaging.requirements import Requirement
 
 from .. import __version__, demo_model_path
-from ..backends import BACKEND_VARIABLE, BACKENDS, choose, unavailable
+from ..backends import BACKEND_VARIABLE, BACKENDS, choose, cpu, unavailable
 
 _OPTIONAL = {
     "triton": "GPU kernels of later versions: pip install triton",
     "compressed-tensors": "needed by stock Transformers, not by hf_mxfp4, to read checkpoints saved in that layout",
     "peft": "adapters on the dense parts of a model: pip install peft",
+    "llama-cpp-python": "a peer in hf-mxfp4 bench: pip install 'hf_mxfp4[peers]', which compiles for minutes",
 }
 
 
@@ -49,16 +50,23 @@ def run(options: argparse.Namespace) -> int:
         reason = "usable" if usable else f"not usable: torch {torch.__version__} finds none"
         print(f"  {kind:20} {reason}")
     print("\nbackends for packed experts")
-    for name in BACKENDS:
-        print(f"  {name:20} {unavailable(name) or 'usable on every device'}")
     variable = os.environ.get(BACKEND_VARIABLE)
     try:
+        for name in BACKENDS:
+            print(f"  {name:20} {unavailable(name) or _usable(name)}")
         chosen = ", because ".join(choose("auto", "cpu"))
     except ValueError as error:
         chosen, failures = str(error), failures + 1
     print(f"  {BACKEND_VARIABLE} is {variable or 'not set'}; on cpu: {chosen}")
     print("\nsomething has to be put right" if failures else "\nall that is needed is here")
     return 1 if failures else 0
+
+
+def _usable(name: str) -> str:
+    if name != "cpu":
+        return "usable on every device"
+    variable = os.environ.get(cpu.ISA_VARIABLE)
+    return f"usable on cpu, with {cpu.instruction_set()}; {cpu.ISA_VARIABLE} is {variable or 'not set'}"
 
 
 def _version(name: str) -> str | None:
