@@ -1,4 +1,4 @@
-"""What huge pages are worth: one token through a layer whose packed weights lie on huge pages, small ones, or in a file.
+"""What huge pages are worth: one token through a layer whose weights lie on huge pages, small ones, or in a file.
 
 The three hold the same bytes and take turns. The file is mapped by safetensors, as a stacked checkpoint is, and is in
 the page cache.
@@ -63,9 +63,9 @@ def main() -> None:
     print(f"{options.shape}, one token, {options.rounds} rounds, process CPU time")
     for name, times in taken.items():
         ratio = statistics.median(a / b for a, b in zip(times, taken["huge pages"], strict=True))
-        print(
-            f"{name:12} median {1e6 * statistics.median(times):7.0f} us, best {1e6 * min(times):7.0f}, ratio {ratio:.2f}"
-        )
+        median, best = 1e6 * statistics.median(times), 1e6 * min(times)
+        figures = f"median {median:7.0f} us, best {best:7.0f}, ratio {ratio:.2f}"
+        print(f"{name:12} {figures}")
 
 
 if __name__ == "__main__":
