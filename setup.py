@@ -17,7 +17,7 @@ from setuptools.errors import CCompilerError, CompileError, LinkError, PlatformE
 NATIVE = Path("hf_mxfp4/backends/native")
 FAILURE = "native_failure.txt"
 COMMON = ["-O3", "-std=c++17", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-g0"]
-AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
+AVX2 = ["-mavx2", "-mfma", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86_64 = {
     "isa_avx2": AVX2,

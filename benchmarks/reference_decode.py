@@ -43,7 +43,7 @@ def packed_experts(generator: torch.Generator, width: int) -> MXFP4Experts:
     """The experts of one gpt-oss layer, hidden and intermediate size `width`, with random bytes and biases."""
     config = GptOssConfig(num_local_experts=EXPERTS, hidden_size=width, intermediate_size=width)
     with torch.device("meta"):
-        module = MXFP4Experts(GptOssExperts(config)).to_empty(device="cpu")
+        module = MXFP4Experts(GptOssExperts(config), backend="reference").to_empty(device="cpu")
     with torch.no_grad():
         for proj in PROJECTIONS:
             held = module.packed(proj)

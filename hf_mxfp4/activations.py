@@ -17,6 +17,7 @@ h = min(act(g), act_max) of the one input. S rows, I intermediate size.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -33,6 +34,9 @@ CONSTANTS = ("alpha", "gate_max", "act_max", "up_max", "gate_cap", "up_cap", "up
 """The constants, in the order of `Activation.constants`."""
 
 _QUICK_GELU = 1.702
+_LARGEST = 1e5
+_NOT_BETWEEN = re.compile(r"^post_expert_norm\.|_(blocks|scales|bias)$")
+"""Parameters of an experts module that have no part in what stands between its projections."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,8 @@ def _soft_cap(x: Tensor, cap: float) -> Tensor:
 def recognise(apply: Callable[[Tensor], Tensor], gated: bool, module: nn.Module) -> Activation | None:
     """Finds the activation that a module's own code computes, by running it on numbers.
 
-    Every float among the attributes of the module and of its children is a constant to try. What agrees to 1e-5 on
-    inputs from both sides of every such constant is taken.
+    Every number among the attributes of the module and of its children is a constant to try. What agrees to 1e-5 on
+    inputs of all sizes up to 10^5, so that no limit below is missed, is taken.
 
     Args:
         apply: the module's own activation, float32 [S, 2 I] or [S, I] to [S, I], for any I.
@@ -110,12 +114,15 @@ def recognise(apply: Callable[[Tensor], Tensor], gated: bool, module: nn.Module)
         module: where constants are looked for.
 
     Returns:
-        The activation, or None for one that is not of the known kind.
+        The activation, or None for one that is not of the known kind, or that has parameters.
     """
-    constants = sorted({abs(v) for m in module.modules() for v in vars(m).values() if isinstance(v, float) and v})
+    if any(not _NOT_BETWEEN.search(name) for name, _ in module.named_parameters()):
+        return None
+    held = {float(v) for m in module.modules() for v in vars(m).values() if type(v) in (int, float)}
+    constants = sorted(c for c in {abs(v) for v in held} if 0 < c < _LARGEST)
     # Device and dtype are said, because while a model loads the defaults are its own.
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
-    ends = torch.tensor([1.0, 8.0, 40.0, *(1.5 * c for c in constants if c < 1e4)], **on_cpu)
+    ends = torch.logspace(0, math.log10(_LARGEST), 12, **on_cpu)
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (len(ends), 64)
     outputs = (2 * torch.rand(shape, generator=generator, **on_cpu) - 1) * ends[:, None]
@@ -137,7 +144,7 @@ def recognise(apply: Callable[[Tensor], Tensor], gated: bool, module: nn.Module)
 
 def _candidates(gated: bool, constants: list[float]) -> Iterator[Activation]:
     """Activations that these constants can make, the likeliest first."""
-    alphas = dict.fromkeys((1.0, _QUICK_GELU, *constants))
+    alphas = dict.fromkeys((1.0, _QUICK_GELU, *(c for c in constants if c < 10)))
     limits = (math.inf, *constants)
     for interleaved in (False, True) if gated else (False,):
         for kind in KINDS:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import mxfp4, routing
-from .activations import Activation
+from .activations import KINDS, Activation
 from .backends import choose, cpu, reference
-from .mxfp4 import MXFP4Tensor, Rounder, ScaleRule, Ties, blocks_shape, canonical
+from .mxfp4 import BLOCK_SIZE, MXFP4Tensor, Rounder, ScaleRule, Ties, blocks_shape, canonical
 
 _BACKENDS = {"reference": reference.grouped_linear, "cpu": cpu.grouped_linear}
 OPERANDS = ("float32", "bfloat16", "int8")
@@ -230,10 +230,7 @@ def _check(
         raise ValueError(f"x {list(x.shape)} does not fit blocks {list(blocks.shape)}: expected [S, {width}]")
     if offsets.shape != (blocks.shape[0] + 1,):
         raise ValueError(f"offsets {list(offsets.shape)} do not fit {blocks.shape[0]} experts: [E + 1]")
-    if operand not in OPERANDS:
-        raise ValueError(f"operand is {operand!r}; expected one of {', '.join(OPERANDS)}")
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend is {backend!r}; usable here: {', '.join(_BACKENDS)}")
+    _check_known(operand=(operand, OPERANDS), backend=(backend, tuple(_BACKENDS)))
 
 
 def _grouped_linear(
@@ -269,6 +266,30 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, gated: bool) -> None:
+    _check_mlp_dtypes(x, ids, weights, first, second)
+    if first.blocks.ndim != 3 or x.ndim != 2 or ids.ndim != 2:
+        given = f"x {list(x.shape)}, ids {list(ids.shape)} and first blocks {list(first.blocks.shape)}"
+        raise ValueError(f"{given}: expected [T, H], [T, k] and [E, N, H / 2]")
+    experts, inner, half = first.blocks.shape
+    hidden, middle = 2 * half, inner // 2 if gated else inner
+    if hidden % BLOCK_SIZE or inner % (2 * BLOCK_SIZE if gated else BLOCK_SIZE):
+        raise ValueError(f"first blocks {list(first.blocks.shape)}: H and I have to be multiples of {BLOCK_SIZE}")
+    routes = (x.shape[0], ids.shape[-1])
+    for name, tensor, shape in (
+        ("x", x, (x.shape[0], hidden)),
+        ("ids", ids, routes),
+        ("weights", weights, routes),
+        ("first scales", first.scales, (experts, inner, hidden // BLOCK_SIZE)),
+        ("second blocks", second.blocks, (experts, hidden, middle // 2)),
+        ("second scales", second.scales, (experts, hidden, middle // BLOCK_SIZE)),
+        ("first bias", first.bias, (experts, inner)),
+        ("second bias", second.bias, (experts, hidden)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} {list(tensor.shape)}: expected {list(shape)}")
+
+
+def _check_mlp_dtypes(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection) -> None:
     if x.dtype not in MLP_DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; experts_mlp takes float32 and bfloat16")
     if ids.dtype is not torch.int64 or weights.dtype is not torch.float32:
@@ -279,26 +300,18 @@ def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, secon
     biases = {bias.dtype for bias in (first.bias, second.bias) if bias is not None}
     if len(biases) > 1 or not biases <= set(MLP_DTYPES):
         raise TypeError(f"biases are {biases}; expected both float32 or both bfloat16")
-    experts, inner, half = first.blocks.shape
-    hidden, middle = 2 * half, inner // 2 if gated else inner
-    routes = (x.shape[0], ids.shape[-1])
-    for name, tensor, shape in (
-        ("x", x, (x.shape[0], hidden)),
-        ("ids", ids, routes),
-        ("weights", weights, routes),
-        ("first scales", first.scales, (experts, inner, hidden // 32)),
-        ("second blocks", second.blocks, (experts, hidden, middle // 2)),
-        ("second scales", second.scales, (experts, hidden, middle // 32)),
-        ("first bias", first.bias, (experts, inner)),
-        ("second bias", second.bias, (experts, hidden)),
-    ):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} {list(tensor.shape)}: expected {list(shape)}")
+
+
+def _check_known(**options: tuple[str, tuple[str, ...]]) -> None:
+    for name, (given, known) in options.items():
+        if given not in known:
+            raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
 
 
 def _experts_mlp_fake(*arguments: Any) -> Tensor:
-    x, ids, weights, *packed, _, gated, _, _, _ = arguments
+    x, ids, weights, *packed, kind, gated, _, _, operand = arguments
     _check_mlp(x, ids, weights, Projection(*packed[:3]), Projection(*packed[3:]), gated)
+    _check_known(operand=(operand, OPERANDS), activation=(kind, KINDS))
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -306,6 +319,7 @@ def _experts_mlp(*arguments: Any) -> Tensor:
     x, ids, weights, *packed, kind, gated, interleaved, constants, operand = arguments
     first, second = Projection(*packed[:3]), Projection(*packed[3:])
     _check_mlp(x, ids, weights, first, second, gated)
+    _check_known(operand=(operand, OPERANDS), activation=(kind, KINDS))
     activation = _activation(kind, gated, interleaved, tuple(constants))
     return cpu.experts_mlp(x, ids, weights, first, second, activation, operand)
 

@@ -1,4 +1,4 @@
-// AVX2, FMA and F16C: Haswell, Zen and later. bfloat16 activations are multiplied as 16-bit whole numbers.
+// AVX2 and FMA: Haswell, Zen and later. bfloat16 activations are multiplied as 16-bit whole numbers.
 #include "native.h"
 
 #if defined(__x86_64__)
@@ -20,8 +20,7 @@ namespace {
 bool usable() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") &&
-         __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("fma");
 }
 }  // namespace
 
