@@ -9,7 +9,7 @@ E experts, T tokens, k experts a token, H hidden size, I intermediate size. A Tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class MXFP4Experts(PackedModule):
     act_fn: nn.Module
     known_activation: activations.Activation | None
     """What stands between the projections, if it is of the kind that kernels know."""
+    fusable: bool
+    """Whether a backend that knows the activation can run all of the module in one call."""
     post_expert_norm: nn.Module
 
     def __init__(
@@ -73,6 +75,8 @@ class MXFP4Experts(PackedModule):
             _copy_shell(flat, inner, skip=tuple(name for names in FLAT_SOURCES.values() for name in names))
             self.__dict__["flat_shell"] = inner  # not a child: it stands for nothing until `dequantize`
         self.known_activation = activations.recognise(self._activate, layout.has_gate, self)
+        plain = not (layout.identities or getattr(self, "has_post_expert_norm", False))
+        self.fusable = plain and self.known_activation is not None
 
     @classmethod
     def from_dense(
@@ -159,8 +163,8 @@ class MXFP4Experts(PackedModule):
         if top_k_index is None or top_k_weights is None:
             raise TypeError(f"{self.dense_class.__name__} takes hidden_states, top_k_index and top_k_weights")
         routing.check(hidden_states, top_k_index, top_k_weights, ("hidden_states", "top_k_index", "top_k_weights"))
-        if self._runs_fused(hidden_states, top_k_weights):
-            return self._run_fused(hidden_states, top_k_index, top_k_weights).view(shape)
+        if self.fusable and (fused := self._run_fused(hidden_states, top_k_index, top_k_weights)) is not None:
+            return fused.view(shape) if self.layout.is_flat else fused
         compute = torch.promote_types(hidden_states.dtype, torch.float32)
         weights = top_k_weights.to(compute)
         slots = routing.plan(top_k_index, self.num_routed)
@@ -223,41 +227,38 @@ class MXFP4Experts(PackedModule):
         ids = torch.arange(self.num_routed, device=hidden_states.device).repeat_interleave(count // self.num_routed)
         return ids.unsqueeze(-1), hidden_states.new_ones(count, 1)
 
-    def _runs_fused(self, hidden_states: Tensor, top_k_weights: Tensor) -> bool:
-        """Whether the backend can run all of the module in one call: the CPU's, where no gradient is asked for."""
-        if self.known_activation is None or self.layout.identities or getattr(self, "has_post_expert_norm", False):
-            return False
-        if hidden_states.dtype not in _FUSED_DTYPES:
-            return False
-        held = self._parameters.values()
-        tensors = [hidden_states, top_k_weights, *(value for value in held if value is not None)]
-        if not all(value.is_cpu for value in tensors) or self.backend("cpu") != "cpu":
-            return False
+    def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """All of the module in one call of the native kernel; None off the CPU, and where a gradient is asked for."""
+        dtype, held = hidden_states.dtype, self._parameters
+        if dtype not in _FUSED_DTYPES:
+            return None
+        tensors = [hidden_states, top_k_weights, top_k_index, *(value for value in held.values() if value is not None)]
+        for value in tensors:
+            if not value.is_cpu:
+                return None
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
-            return False
-        return torch.compiler.is_compiling() or not any(
-            forward_ad.unpack_dual(value).tangent is not None for value in tensors if value.dtype is not torch.uint8
-        )
-
-    def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        assert self.known_activation is not None
+            return None
+        if not torch.compiler.is_compiling() and _have_tangents(tensors):
+            return None
+        if self.backend("cpu") != "cpu":
+            return None
         packed: list[Any] = []
         for proj in self.layout.projections:
-            bias: Tensor | None = self._parameters.get(f"{proj}_bias")
+            bias: Tensor | None = held.get(f"{proj}_bias")
             if bias is not None and bias.dtype not in ops.MLP_DTYPES:
                 bias = bias.float()
-            packed += (self._parameters[f"{proj}_blocks"], self._parameters[f"{proj}_scales"], bias)
-        dtype = hidden_states.dtype
+            packed += (held[f"{proj}_blocks"], held[f"{proj}_scales"], bias)
+        assert self.known_activation is not None
         mixed = ops.experts_mlp(
             hidden_states if dtype in ops.MLP_DTYPES else hidden_states.float(),
-            top_k_index.long(),
-            top_k_weights.float(),
+            top_k_index if top_k_index.dtype is torch.int64 else top_k_index.long(),
+            top_k_weights if top_k_weights.dtype is torch.float32 else top_k_weights.float(),
             ops.Projection(*packed[:3]),
             ops.Projection(*packed[3:]),
             self.known_activation,
             operand=self.operand(dtype),
         )
-        return mixed.to(dtype)
+        return mixed if mixed.dtype is dtype else mixed.to(dtype)
 
     def _activate(self, outputs: Tensor) -> Tensor:
         """What stands between the projections."""
@@ -296,8 +297,15 @@ class MXFP4Experts(PackedModule):
     down_proj = property(lambda self: self._stand_in("down_proj"))
 
 
+def _have_tangents(tensors: Iterable[Tensor]) -> bool:
+    """Whether a forward-mode derivative is asked for through one of the tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(value).tangent is not None for value in tensors if value.is_floating_point())
+
+
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
-_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation")
+_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation", "fusable")
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
+from hf_mxfp4.backends import choose, unavailable
 from hf_mxfp4.cli import demo, main
 
 
@@ -104,13 +105,16 @@ def test_unknown_command_is_status_2(capsys):
 
 
 def test_doctor_says_what_is_usable_and_why_not(capsys):
+    choice = choose("auto", "cpu")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for part in (
         "transformers",
         "ok (>=5.17)",
         "reference            usable",
-        "no native CPU kernel",
+        f"cpu                  {unavailable('cpu') or 'usable'}",
+        "this version of hf_mxfp4 has no Triton kernels",
+        f"on cpu: {choice.name}, because {choice.reason}",
         "all that is needed",
     ):
         assert part in out

@@ -64,6 +64,7 @@ def mixture(decode):
 @pytest.fixture
 def decodes(monkeypatch):
     """What the reference backend decodes: for each call the bytes, and a weak reference to the result's memory."""
+    monkeypatch.setenv("HF_MXFP4_BACKEND", "reference")
     calls = []
     original = reference.dequantize_into
 
@@ -124,7 +125,7 @@ def test_one_hot_rows_return_the_weights_exactly(dtype, random_packed, decode):
 def test_fake_and_real_op_agree_and_the_derivative_is_registered(counts, rows, transpose, random_packed):
     blocks, scales = random_packed(3, 5, 96)  # K of three blocks, N odd
     x = torch.randn(rows, 5 if transpose else 96, requires_grad=True)
-    arguments = (x, blocks, scales, offsets_of(*counts), transpose, "reference")
+    arguments = (x, blocks, scales, offsets_of(*counts), transpose, "float32", "reference")
     torch.library.opcheck(torch.ops.hf_mxfp4.grouped_linear.default, arguments)
 
 
@@ -178,6 +179,7 @@ def test_a_nan_row_stays_one_row(random_packed):
         ({"scales": torch.zeros(2, 5, 1, dtype=torch.uint8)}, ValueError, r"scales \[2, 5, 1\].*blocks \[2, 5, 32\]"),
         ({"scales": torch.zeros(2, 4, 2, dtype=torch.uint8)}, ValueError, r"scales \[2, 4, 2\].*blocks \[2, 5, 32\]"),
         ({"backend": "cuda"}, ValueError, r"'cuda'.*reference"),
+        ({"operand": "float16"}, ValueError, r"'float16'.*float32, bfloat16, int8"),
     ],
 )
 def test_grouped_linear_refuses_what_does_not_fit(change, error, message, device, random_packed):
@@ -399,10 +401,13 @@ class Elsewhere(torch.Tensor):
         return cls(result, tensor.moved)
 
 
-def test_of_packed_bytes_on_another_device_only_selected_experts_move(routed):
+def test_of_packed_bytes_on_another_device_only_selected_experts_move(routed, monkeypatch):
+    """Nobody asked for a backend: the native kernels, which need all bytes beside the tokens, step back."""
     arguments = routed(experts=7)
     arguments["selected_experts"] = torch.tensor([[5, 2], [2, 2], [-1, 5], [7, 2], [5, 5]])
-    expected = mxfp4_expert_linear(**arguments)
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_MXFP4_BACKEND", "reference")
+        expected = mxfp4_expert_linear(**arguments)
     x = arguments["latent_tokens"].requires_grad_()
     packed = [arguments[name] for name in ("packed_weights", "scale_bytes")]
     moved = []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, NotPackedError, assert_packed, mxfp4, ops, packed_report
-from hf_mxfp4.backends import reference
+from hf_mxfp4.backends import choose, cpu, reference, unavailable
 
 FAMILIES = ["mixtral", "gpt_oss", "nemotron_h", "muse_spark"]
 WEIGHTS = 4 * (192 * 64 + 64 * 96)  # of a gated module with E = 4, H = 64, I = 96
@@ -36,8 +36,8 @@ def test_rows_of_packed_and_of_dense_experts(model_of):
     assert (packed.name, packed.experts_class, packed.packed) == ("layers.0", "MixtralExperts", True)
     assert (packed.source, packed.source_dtypes) == ("dense module", ("bfloat16",))
     assert packed.conversion == "quantized: mse, ties even"
-    assert (packed.backend, packed.error) == ("reference", None)
-    assert packed.reason
+    assert (packed.backend, packed.reason) == choose("auto", "cpu")
+    assert packed.error is None
     assert (packed.weights, packed.bytes) == (WEIGHTS, WEIGHTS * 17 // 32)
     assert packed.bits_per_weight == 4.25
     assert (dense.name, dense.experts_class, dense.packed) == ("layers.1", "GptOssExperts", False)
@@ -111,18 +111,34 @@ def minus_as_plus(blocks, scales, out, index):
 @pytest.mark.parametrize("wrong", [swapped_nibbles, scale_one_too_big, minus_as_plus])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_check_finds_a_wrong_decode(family, wrong, model_of, monkeypatch):
+    monkeypatch.setenv("HF_MXFP4_BACKEND", "reference")
     model = model_of(f"packed {family}")
     monkeypatch.setattr(reference, "dequantize_into", wrong)
     assert packed_report(model, check=True).rows[0].error > 0.05
 
 
 def test_check_finds_a_backend_that_mixes_up_experts(model_of, monkeypatch):
+    monkeypatch.setenv("HF_MXFP4_BACKEND", "reference")
     model = model_of("packed mixtral")
 
-    def mixed_up(x, blocks, scales, offsets, transpose):
-        return reference.grouped_linear(x, blocks.flip(0), scales.flip(0), offsets, transpose)
+    def mixed_up(x, blocks, scales, *others):
+        return reference.grouped_linear(x, blocks.flip(0), scales.flip(0), *others)
 
     monkeypatch.setitem(ops._BACKENDS, "reference", mixed_up)
+    assert packed_report(model, check=True).rows[0].error > 0.05
+
+
+@pytest.mark.skipif(unavailable("cpu") is not None, reason="no native kernels")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_check_finds_a_whole_mlp_that_is_wrong(family, model_of, monkeypatch):
+    """Where the native kernels run both projections in one call, it is that call that is checked."""
+    model = model_of(f"packed {family}")
+    original = cpu.experts_mlp
+
+    def mixed_up(x, ids, weights, first, second, *others):
+        return original(x, ids, weights, first, (second[0].flip(0), *second[1:]), *others)
+
+    monkeypatch.setattr(cpu, "experts_mlp", mixed_up)
     assert packed_report(model, check=True).rows[0].error > 0.05
 
 

@@ -117,13 +117,99 @@ std::vector<Piece> split(const int64_t* offsets, int64_t experts, int64_t most, 
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-Rows expert_rows(const uint8_t* codes, const uint8_t* scales, int64_t expert, int64_t rows, int64_t columns, int64_t row) {
-  return from_row({codes, scales, columns}, expert * rows + row);
-}
+int64_t bytes_of(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-const char* bias_at(const void* bias, int dtype, int64_t index) {
-  return (const char*)bias + index * (dtype == kFloat32 ? 4 : 2);
-}
+// A packed projection of all experts, as the caller has it: rows of the output features of each expert in turn.
+struct Projection {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const void* bias;  // [E, N], or null
+  int64_t features, columns;
+};
+
+// One batch of tokens on its way through their experts, in four phases. A slot is one of a token's experts; slots stand
+// sorted by expert.
+struct Batch {
+  const Kernels& kernels;
+  const Kernel& kernel;
+  const Activation& activation;
+  const Projection &first, &second;
+  const Prepared &input, &middle;
+  int dtype, bias_dtype;
+  int64_t top_k, experts, tokens;
+  const char* x;
+  const int64_t* ids;
+  const float* weights;
+  char* out;
+  char *inputs, *middles;  // activations of each slot, before the first projection and before the second
+  float* results;          // of each slot
+  std::vector<int64_t> offsets, position;
+
+  // The place of each slot; those of one expert keep their order, and those of none have no place.
+  void sort() {
+    offsets.assign(experts + 1, 0);
+    position.assign(tokens * top_k, -1);
+    for (int64_t s = 0; s < tokens * top_k; ++s)
+      if ((uint64_t)ids[s] < (uint64_t)experts) ++offsets[ids[s] + 1];
+    for (int64_t e = 0; e < experts; ++e) offsets[e + 1] += offsets[e];
+    std::vector<int64_t> next(offsets.begin(), offsets.end());
+    for (int64_t s = 0; s < tokens * top_k; ++s)
+      if ((uint64_t)ids[s] < (uint64_t)experts) position[s] = next[ids[s]]++;
+  }
+
+  // A token is prepared once, and copied to the place of each of its experts.
+  void prepare(int64_t t) const {
+    const char* ready = nullptr;
+    for (int64_t j = 0; j < top_k; ++j) {
+      const int64_t at = position[t * top_k + j];
+      if (at < 0) continue;
+      char* to = inputs + at * input.stride;
+      if (ready) {
+        memcpy(to, ready, input.stride);
+      } else {
+        kernel.prepare(x + t * input.columns * bytes_of(dtype), dtype, input.columns, to);
+        ready = to;
+      }
+    }
+  }
+
+  // `count` features of a projection from `row` on, biases added, for the slots of a piece.
+  void multiply(const Projection& w, const Piece& p, int64_t row, int64_t count, const char* from, int64_t stride, float* to,
+                int64_t to_stride, void* scratch) const {
+    const int64_t at = p.expert * w.features + row;
+    kernel.multiply(from_row({w.codes, w.scales, w.columns}, at), count, from + p.start * stride, stride, p.count, to,
+                    to_stride, scratch);
+    if (w.bias) kernels.add_bias(to, to_stride, p.count, count, (const char*)w.bias + at * bytes_of(bias_dtype), bias_dtype);
+  }
+
+  // A chunk of intermediate features: gate and up, the activation, and what the second projection takes.
+  void project(const Piece& p, char* scratch, float* outer, float* h) const {
+    const int64_t span = smaller(kChunk, middle.columns - p.first), stride = activation.gated ? 2 * span : span;
+    if (activation.gated && !activation.interleaved) {
+      multiply(first, p, p.first, span, inputs, input.stride, outer, stride, scratch);
+      multiply(first, p, middle.columns + p.first, span, inputs, input.stride, outer + span, stride, scratch);
+    } else {
+      multiply(first, p, activation.gated ? 2 * p.first : p.first, stride, inputs, input.stride, outer, stride, scratch);
+    }
+    kernels.activate(activation, outer, stride, p.count, span, h, kChunk);
+    char* to = middles + p.start * middle.stride + p.first / kChunk * kernel.chunk_bytes;
+    for (int64_t t = 0; t < p.count; ++t) kernel.prepare(h + t * kChunk, kFloat32, span, to + t * middle.stride);
+  }
+
+  void give_back(const Piece& p, int64_t step, char* scratch) const {
+    float* to = results + p.start * second.features + p.first;
+    multiply(second, p, p.first, smaller(step, second.features - p.first), middles, middle.stride, to, second.features,
+             scratch);
+  }
+
+  void mix(int64_t t, const float** chosen) const {
+    for (int64_t j = 0; j < top_k; ++j) {
+      const int64_t at = position[t * top_k + j];
+      chosen[j] = at < 0 ? nullptr : results + at * second.features;
+    }
+    kernels.combine(chosen, weights + t * top_k, top_k, second.features, out + t * second.features * bytes_of(dtype), dtype);
+  }
+};
 
 }  // namespace
 
@@ -160,12 +246,12 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
     });
     multiplying.run([&](int64_t i) {
       const Piece& p = pieces[i];
+      Rows w = from_row({codes, scales, columns}, p.expert * features);
       if (forward) {
-        kernel.multiply(expert_rows(codes, scales, p.expert, features, columns, p.first), smaller(step, features - p.first),
+        kernel.multiply(from_row(w, p.first), smaller(step, features - p.first),
                         parts.at(tokens) + p.start * prepared.stride, prepared.stride, p.count,
                         out + p.start * features + p.first, features, mine);
       } else {
-        Rows w = expert_rows(codes, scales, p.expert, features, columns, 0);
         w.codes += p.first / 2;
         w.scales += p.first / kGroup;
         kernels.multiply_transposed(w, features, smaller(step, columns - p.first), x + p.start * features, features, p.count,
@@ -179,113 +265,52 @@ EXPORT int mxfp4_grouped_linear(int isa, int threads, int operand, int transpose
 }
 
 // Whole expert MLPs: out[t] = sum over j of weights[t, j] * down(activation(gate_up(x[t]))) of expert ids[t, j]. x and out
-// are [T, H] of `dtype`; ids outside 0 to E - 1 contribute nothing. gate_up has `inner` outputs (2 I with a gate, else I),
-// in the order that `activation` says; biases are null or of `bias_dtype`. `room` is the most bytes that outputs of single
-// experts may take: tokens beyond that are run after the others.
+// are [T, H] of `dtype`; ids outside 0 to E - 1 contribute nothing. The first projection has 2 I outputs with a gate, else
+// I, in the order that `activation` says; biases are null or of `bias_dtype`. `room` is the most bytes that outputs of
+// single experts may take: tokens beyond that are run after the others.
 EXPORT int mxfp4_experts(int isa, int threads, int operand, int dtype, const void* x, const int64_t* ids,
-                         const float* weights, int64_t token_count, int64_t top_k, int64_t experts, int64_t hidden,
+                         const float* weights, int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
                          int64_t intermediate, const Activation* activation, const uint8_t* first_codes,
                          const uint8_t* first_scales, const void* first_bias, const uint8_t* second_codes,
                          const uint8_t* second_scales, const void* second_bias, int bias_dtype, int64_t room,
                          void* out) try {
   const Kernels& kernels = *kAll[isa];
   const Kernel& kernel = kernels.operands[operand];
-  const int64_t size = dtype == kFloat32 ? 4 : 2, per_token = top_k * hidden * 4;
-  const int64_t batch = room / per_token < 1 ? 1 : smaller(room / per_token, token_count);
-  const int64_t most_slots = batch * top_k, width = activation->gated ? 2 : 1, inner = width * intermediate;
+  const int64_t width = activation->gated ? 2 : 1, fits = room / (top_k * hidden * 4);
+  const int64_t at_most = fits < 1 ? 1 : smaller(fits, tokens), slots = at_most * top_k;
+  const Projection first{first_codes, first_scales, first_bias, width * intermediate, hidden};
+  const Projection second{second_codes, second_scales, second_bias, hidden, intermediate};
   const Prepared input(kernel, hidden), middle(kernel, intermediate);
   const int64_t at_once = smaller(input.tokens_at_once(), middle.tokens_at_once());
+  const int64_t step = hidden * intermediate > (1 << 22) ? kMostRows / 2 : kMostRows;
   const int64_t scratch = scratch_bytes(hidden > intermediate ? hidden : intermediate);
-  const int64_t gate_up = at_once * kChunk * width * 4, activated = at_once * kChunk * 4;
-  const int64_t per_thread = scratch + gate_up + activated;
-  const int64_t second_step = hidden * intermediate > (1 << 22) ? kMostRows / 2 : kMostRows;
+  const int64_t outer = at_once * kChunk * width * 4, per_thread = scratch + outer + at_once * kChunk * 4;
   Parts parts;
-  const int64_t input_part = parts.add(most_slots * input.stride), middle_part = parts.add(most_slots * middle.stride),
-                output_part = parts.add(most_slots * hidden * 4), work_part = parts.add(threads * per_thread);
+  const int64_t inputs = parts.add(slots * input.stride), middles = parts.add(slots * middle.stride),
+                results = parts.add(slots * hidden * 4), work = parts.add(threads * per_thread);
   if (!parts.take()) return kOutOfMemory;
-  char* const inputs = parts.at(input_part);
-  char* const middles = parts.at(middle_part);
-  char* const work = parts.at(work_part);
-  float* const results = (float*)parts.at(output_part);
-  std::vector<int64_t> offsets(experts + 1), fill(experts), slot_of(most_slots), position(most_slots);
-  std::vector<const float*> rows(threads * top_k);
-
-  for (int64_t from = 0; from < token_count; from += batch) {
-    const int64_t tokens = smaller(batch, token_count - from);
-    const int64_t* const routed = ids + from * top_k;
-    // Slots sorted by expert; those of one expert keep their order.
-    std::fill(offsets.begin(), offsets.end(), 0);
-    for (int64_t s = 0; s < tokens * top_k; ++s)
-      if ((uint64_t)routed[s] < (uint64_t)experts) ++offsets[routed[s] + 1];
-    for (int64_t e = 0; e < experts; ++e) {
-      offsets[e + 1] += offsets[e];
-      fill[e] = offsets[e];
-    }
-    for (int64_t s = 0; s < tokens * top_k; ++s) {
-      position[s] = (uint64_t)routed[s] < (uint64_t)experts ? fill[routed[s]]++ : -1;
-      if (position[s] >= 0) slot_of[position[s]] = s;
-    }
-    const std::vector<Piece> first = split(offsets.data(), experts, at_once, intermediate, kChunk);
-    const std::vector<Piece> second = split(offsets.data(), experts, at_once, hidden, second_step);
-    Phase preparing(tokens), projecting((int64_t)first.size()), returning((int64_t)second.size()), mixing(tokens);
+  std::vector<const float*> chosen(threads * top_k);
+  Batch batch{kernels, kernel, *activation, first, second, input, middle, dtype, bias_dtype, top_k, experts, 0, nullptr,
+              nullptr, nullptr, nullptr, parts.at(inputs), parts.at(middles), (float*)parts.at(results), {}, {}};
+  for (int64_t from = 0; from < tokens; from += at_most) {
+    batch.tokens = smaller(at_most, tokens - from);
+    batch.x = (const char*)x + from * hidden * bytes_of(dtype);
+    batch.out = (char*)out + from * hidden * bytes_of(dtype);
+    batch.ids = ids + from * top_k;
+    batch.weights = weights + from * top_k;
+    batch.sort();
+    const std::vector<Piece> first_pieces = split(batch.offsets.data(), experts, at_once, intermediate, kChunk);
+    const std::vector<Piece> second_pieces = split(batch.offsets.data(), experts, at_once, hidden, step);
+    Phase preparing(batch.tokens), projecting((int64_t)first_pieces.size()), returning((int64_t)second_pieces.size()),
+        mixing(batch.tokens);
     Pool::run(threads, [&](int thread) {
-      char* const mine = work + thread * per_thread;
-      float* const outer = (float*)(mine + scratch);
-      float* const h = (float*)(mine + scratch + gate_up);
-      const float** const chosen = rows.data() + thread * top_k;
-      // Each token is prepared once, and copied to the place of each of its experts.
-      preparing.run([&](int64_t t) {
-        const char* ready = nullptr;
-        for (int64_t j = 0; j < top_k; ++j) {
-          const int64_t at = position[t * top_k + j];
-          if (at < 0) continue;
-          char* to = inputs + at * input.stride;
-          if (ready) {
-            memcpy(to, ready, input.stride);
-          } else {
-            kernel.prepare((const char*)x + (from + t) * hidden * size, dtype, hidden, to);
-            ready = to;
-          }
-        }
-      });
+      char* const mine = parts.at(work) + thread * per_thread;
+      preparing.run([&](int64_t t) { batch.prepare(t); });
       projecting.run([&](int64_t i) {
-        const Piece& p = first[i];
-        const char* tokens_in = inputs + p.start * input.stride;
-        const int64_t span = smaller(kChunk, intermediate - p.first), stride = span * width;
-        const auto part = [&](int64_t row, int64_t count, float* to) {
-          kernel.multiply(expert_rows(first_codes, first_scales, p.expert, inner, hidden, row), count, tokens_in,
-                          input.stride, p.count, to, stride, mine);
-          if (first_bias)
-            kernels.add_bias(to, stride, p.count, count, bias_at(first_bias, bias_dtype, p.expert * inner + row), bias_dtype);
-        };
-        if (activation->interleaved || !activation->gated) {
-          part(p.first * width, stride, outer);
-        } else {
-          part(p.first, span, outer);
-          part(intermediate + p.first, span, outer + span);
-        }
-        kernels.activate(*activation, outer, stride, p.count, span, h, kChunk);
-        for (int64_t t = 0; t < p.count; ++t)
-          kernel.prepare(h + t * kChunk, kFloat32, span,
-                         middles + (p.start + t) * middle.stride + p.first / kChunk * kernel.chunk_bytes);
+        batch.project(first_pieces[i], mine, (float*)(mine + scratch), (float*)(mine + scratch + outer));
       });
-      returning.run([&](int64_t i) {
-        const Piece& p = second[i];
-        const int64_t span = smaller(second_step, hidden - p.first);
-        float* to = results + p.start * hidden + p.first;
-        kernel.multiply(expert_rows(second_codes, second_scales, p.expert, hidden, intermediate, p.first), span,
-                        middles + p.start * middle.stride, middle.stride, p.count, to, hidden, mine);
-        if (second_bias)
-          kernels.add_bias(to, hidden, p.count, span, bias_at(second_bias, bias_dtype, p.expert * hidden + p.first),
-                           bias_dtype);
-      });
-      mixing.run([&](int64_t t) {
-        for (int64_t j = 0; j < top_k; ++j) {
-          const int64_t at = position[t * top_k + j];
-          chosen[j] = at < 0 ? nullptr : results + at * hidden;
-        }
-        kernels.combine(chosen, weights + (from + t) * top_k, top_k, hidden, (char*)out + (from + t) * hidden * size, dtype);
-      });
+      returning.run([&](int64_t i) { batch.give_back(second_pieces[i], step, mine); });
+      mixing.run([&](int64_t t) { batch.mix(t, chosen.data() + thread * top_k); });
     });
   }
   return 0;

@@ -85,7 +85,7 @@ struct Kernels {
   int64_t (*probe_multiply)(int64_t rounds, float* sink);
 };
 
-constexpr int64_t kTransposedColumns = 512, kTransposedTokens = 64;
+constexpr int64_t kTransposedColumns = 1024, kTransposedTokens = 64;
 constexpr int64_t kTransposedRows = 64;  // decoded at a time
 
 // The same weights from row r on.
