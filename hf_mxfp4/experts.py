@@ -74,9 +74,19 @@ class MXFP4Experts(PackedModule):
             inner = _empty(type(flat))
             _copy_shell(flat, inner, skip=tuple(name for names in FLAT_SOURCES.values() for name in names))
             self.__dict__["flat_shell"] = inner  # not a child: it stands for nothing until `dequantize`
-        self.known_activation = activations.recognise(self._activate, layout.has_gate, self)
-        plain = not (layout.identities or getattr(self, "has_post_expert_norm", False))
+        self._look_at_activation()
+
+    def _look_at_activation(self) -> None:
+        self.known_activation = activations.recognise(self._activate, self.layout.has_gate, self)
+        plain = not (self.layout.identities or getattr(self, "has_post_expert_norm", False))
         self.fusable = plain and self.known_activation is not None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As for any module; what may make another activation of the class's own is looked at again."""
+        super().__setattr__(name, value)
+        if "fusable" in self.__dict__ and not (name.startswith("_") or name in _NOT_OF_THE_ACTIVATION):
+            del self.fusable
+            self._look_at_activation()
 
     @classmethod
     def from_dense(
@@ -306,6 +316,7 @@ def _have_tangents(tensors: Iterable[Tensor]) -> bool:
 
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
 _OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation", "fusable")
+_NOT_OF_THE_ACTIVATION = (*_OWN_ATTRIBUTES, "forward", "training")
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <float.h>
 #include <math.h>
 #include <string.h>
 

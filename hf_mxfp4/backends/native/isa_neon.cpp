@@ -3,6 +3,7 @@
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#include <float.h>
 #include <math.h>
 #include <string.h>
 

@@ -1,6 +1,7 @@
 // Portable C++, for any little-endian processor: the path of last resort, and what tests compare with.
 #include "native.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
