@@ -35,7 +35,7 @@ CONSTANTS = ("alpha", "gate_max", "act_max", "up_max", "gate_cap", "up_cap", "up
 
 _QUICK_GELU = 1.702
 _LARGEST = 1e5
-_NOT_BETWEEN = re.compile(r"^post_expert_norm\.|_(blocks|scales|bias)$")
+NOT_BETWEEN = re.compile(r"^post_expert_norm\.|_(blocks|scales|bias)$")
 """Parameters of an experts module that have no part in what stands between its projections."""
 
 
@@ -116,7 +116,7 @@ def recognise(apply: Callable[[Tensor], Tensor], gated: bool, module: nn.Module)
     Returns:
         The activation, or None for one that is not of the known kind, or that has parameters.
     """
-    if any(not _NOT_BETWEEN.search(name) for name, _ in module.named_parameters()):
+    if any(not NOT_BETWEEN.search(name) for name, _ in module.named_parameters()):
         return None
     held = {float(v) for m in module.modules() for v in vars(m).values() if type(v) in (int, float)}
     constants = sorted(c for c in {abs(v) for v in held} if 0 < c < _LARGEST)

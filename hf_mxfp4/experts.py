@@ -84,7 +84,8 @@ class MXFP4Experts(PackedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module; what may make another activation of the class's own is looked at again."""
         super().__setattr__(name, value)
-        if "fusable" in self.__dict__ and not (name.startswith("_") or name in _NOT_OF_THE_ACTIVATION):
+        known = name.startswith("_") or name in _NOT_OF_THE_ACTIVATION or activations.NOT_BETWEEN.search(name)
+        if "fusable" in self.__dict__ and not known:
             del self.fusable
             self._look_at_activation()
 
@@ -258,6 +259,8 @@ class MXFP4Experts(PackedModule):
             if bias is not None and bias.dtype not in ops.MLP_DTYPES:
                 bias = bias.float()
             packed += (held[f"{proj}_blocks"], held[f"{proj}_scales"], bias)
+        if packed[2] is not None and packed[5] is not None and packed[2].dtype is not packed[5].dtype:
+            packed[2], packed[5] = packed[2].float(), packed[5].float()
         assert self.known_activation is not None
         mixed = ops.experts_mlp(
             hidden_states if dtype in ops.MLP_DTYPES else hidden_states.float(),

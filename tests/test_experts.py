@@ -444,3 +444,22 @@ def test_packed_bytes_on_meta_give_no_numbers(packed_experts):
     arguments = routes(packed)
     with pytest.raises(ValueError, match="on meta, where they have no values"):
         packed.to("meta")(*arguments)
+
+
+def test_biases_of_two_dtypes_are_taken_as_they_are(stock_experts):
+    packed = MXFP4Experts.from_dense(stock_experts("gpt_oss")).requires_grad_(False)
+    arguments = routes(packed)
+    packed.down_proj_bias.data = packed.down_proj_bias.data.bfloat16().float()
+    expected = packed(*arguments)
+    packed.down_proj_bias.data = packed.down_proj_bias.data.bfloat16()
+    torch.testing.assert_close(packed(*arguments), expected)
+
+
+def test_an_activation_that_is_changed_after_packing_is_the_one_that_runs(stock_experts):
+    packed = MXFP4Experts.from_dense(stock_experts("mixtral")).requires_grad_(False)
+    arguments = routes(packed)
+    for activation in (torch.nn.GELU(), torch.nn.Mish()):
+        packed.act_fn = activation
+        assert packed.fusable is isinstance(activation, torch.nn.GELU)
+        hidden = arguments[0].clone().requires_grad_(True)  # so that the module's own code runs
+        torch.testing.assert_close(packed(*arguments), packed(hidden, *arguments[1:]).detach(), rtol=1e-5, atol=1e-5)
