@@ -40,12 +40,21 @@ class BuildNative(build_ext):
         try:
             if sys.platform != "linux":
                 raise OSError(f"it is for Linux, and this is {sys.platform}")
+            left_out = [stem for stem, options in flags.items() if not self.takes(options)]
+            for stem in left_out:
+                self.warn(
+                    f"the compiler does not know {' '.join(flags[stem])}; {stem} is left out of the native kernel"
+                )
             objects = []
             for source in ext.sources:
+                stem = Path(source).stem
+                if stem in left_out:
+                    continue
                 objects += self.compiler.compile(
                     [source],
                     output_dir=self.build_temp,
-                    extra_postargs=[*COMMON, *flags.get(Path(source).stem, [])],
+                    extra_postargs=[*COMMON, *flags.get(stem, [])],
+                    macros=[(f"MXFP4_WITHOUT_{name.upper()}", "1") for name in left_out],
                     depends=ext.depends,
                 )
             self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"], target_lang="c++")
@@ -53,6 +62,18 @@ class BuildNative(build_ext):
             target.unlink(missing_ok=True)
             failure.write_text(f"it could not be built: {error}\n", encoding="utf-8")
             self.warn(f"the native kernel is left out: {failure.read_text(encoding='utf-8').strip()}")
+
+    def takes(self, options: list[str]) -> bool:
+        """Whether the compiler is new enough for an instruction set."""
+        probe = Path(self.build_temp, "probe.cpp")
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text("int main() {}\n", encoding="utf-8")
+        try:
+            for built in self.compiler.compile([str(probe)], output_dir=self.build_temp, extra_postargs=options):
+                Path(built).unlink()
+        except (CCompilerError, CompileError):
+            return False
+        return True
 
     def copy_extensions_to_source(self) -> None:
         """As for any extension, in an editable install; where there is no library, the reason."""

@@ -90,7 +90,7 @@ def _native(isa: str) -> _Native | str:
     if isa and isa not in INSTRUCTION_SETS:
         raise ValueError(f"{ISA_VARIABLE} is {isa!r}; expected one of {', '.join(INSTRUCTION_SETS)}")
     if isa and isa not in usable:
-        raise ValueError(f"{ISA_VARIABLE} is {isa!r}, which this processor cannot run; it runs {', '.join(usable)}")
+        raise ValueError(f"{ISA_VARIABLE} is {isa!r}, which cannot be used here; usable are {', '.join(usable)}")
     name = isa or usable[0]
     return _Native(library, names.index(name), name)
 

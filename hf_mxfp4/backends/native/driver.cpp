@@ -19,9 +19,18 @@ namespace {
 
 constexpr int kOutOfMemory = 1;
 
+// Best first. setup.py leaves out what the compiler is too old for.
 const Kernels* const kAll[] = {
 #if defined(__x86_64__)
-    &kAvx512Bf16, &kAvx512, &kAvx2,
+#if !defined(MXFP4_WITHOUT_ISA_AVX512_BF16)
+    &kAvx512Bf16,
+#endif
+#if !defined(MXFP4_WITHOUT_ISA_AVX512)
+    &kAvx512,
+#endif
+#if !defined(MXFP4_WITHOUT_ISA_AVX2)
+    &kAvx2,
+#endif
 #elif defined(__aarch64__)
     &kNeon,
 #endif
