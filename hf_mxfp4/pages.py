@@ -21,12 +21,17 @@ def empty(shape: tuple[int, ...] | torch.Size, device: torch.device, dtype: torc
     """An uninitialised tensor, on huge pages if it is large, in main memory, and the system has them."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     has_memory = type(tensor) is Tensor and not torch.compiler.is_compiling()  # a fake tensor has none
-    if sys.platform == "linux" and device.type == "cpu" and has_memory:
-        start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE
-        if end > start:  # advice only: what it returns changes nothing
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
+    if device.type == "cpu" and has_memory:
+        advise(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def advise(address: int, size: int) -> None:
+    """Asks for huge pages for the whole ones among `size` bytes of main memory; advice that may change nothing."""
+    start = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+    end = (address + size) // _HUGE_PAGE * _HUGE_PAGE
+    if sys.platform == "linux" and end > start:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
 
 
 def trim() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..activations import CONSTANTS, KINDS, Activation
-from ..mxfp4 import MXFP4Tensor
+from ..mxfp4 import SCALE_RULES, TIES, MXFP4Tensor
 from . import reference
 
 ISA_VARIABLE = "HF_MXFP4_CPU_ISA"
@@ -34,8 +34,6 @@ _INTERFACE = 1
 _FOLDER = Path(__file__).parent
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _OPERANDS = {"float32": 0, "bfloat16": 1, "int8": 2}
-_RULES = {"mse": 0, "even": 1, "floor": 2, "rceil": 3}
-_TIES = {"even": 0, "zero": 1, "away": 2}
 _ROOM = 256 << 20
 """The most bytes that outputs of single experts take while an experts call runs; more tokens are run in turn."""
 
@@ -130,12 +128,12 @@ def grouped_linear(x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, t
     """As `reference.grouped_linear`, which computes what is in float64."""
     if x.dtype is torch.float64:
         return reference.grouped_linear(x, blocks, scales, offsets, transpose, operand)
-    reference.check_offsets(offsets, x.shape[0])
+    bounds = reference.check_offsets(offsets, x.shape[0])
     native = _ready()
     experts, features, half = blocks.shape
     out = x.new_empty(x.shape[0], 2 * half if transpose else features)
     x, blocks, scales, offsets = _bytes(x, blocks, scales, offsets)
-    out[int(offsets[-1]) :] = 0
+    out[bounds[-1] :] = 0
     if not half or not features:
         return out.zero_()
     status = native.library.mxfp4_grouped_linear(
@@ -243,8 +241,8 @@ def quantize_chunk(weights: Tensor, scale_rule: str, ties: str) -> MXFP4Tensor |
         weights.data_ptr(),
         _DTYPES[weights.dtype],
         count,
-        _RULES[scale_rule],
-        _TIES[ties],
+        SCALE_RULES.index(scale_rule),
+        TIES.index(ties),
         packed.blocks.data_ptr(),
         packed.scales.data_ptr(),
         ctypes.byref(bad),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import pages
 from .sides import ALPHA, CLAMPED_SWIGLU, LIMIT, Batch, Layer
 
 INSTALL = "pip install 'hf_mxfp4[peers]' (builds llama-cpp-python, a few minutes)"
@@ -29,7 +29,6 @@ INSTALL = "pip install 'hf_mxfp4[peers]' (builds llama-cpp-python, a few minutes
 _F32, _I32, _MXFP4 = 0, 26, 39
 _OVERHEAD = 1 << 20
 _USAGE_WEIGHTS = 1
-_HUGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14
 
 _POINTER, _SIZE, _INT, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
 
@@ -174,7 +173,7 @@ class GgmlSide:
         self._buffers.append(buffer)
         self._call["backend_buffer_set_usage"](buffer, _USAGE_WEIGHTS)
         base, size = self._call["backend_buffer_get_base"](buffer), self._call["backend_buffer_get_size"](buffer)
-        _advise_huge(base, size)
+        pages.advise(base, size)
 
     def _upload(self, kind: int) -> dict[str, int]:
         """ggml's tensors by name: the weights in a buffer of their own kind, biases in a plain one."""
@@ -290,14 +289,6 @@ class _Graph:
         self._call["gallocr_free"](self._allocator)
         self._call["backend_buffer_free"](self._buffer)
         self._call["free"](self._context)
-
-
-def _advise_huge(base: int, size: int) -> None:
-    """Asks for huge pages, as `pages.empty` does for tensors."""
-    if sys.platform == "linux":
-        start, end = -(-base // _HUGE_PAGE) * _HUGE_PAGE, (base + size) // _HUGE_PAGE * _HUGE_PAGE
-        if end > start:
-            ctypes.CDLL(None).madvise(_POINTER(start), _SIZE(end - start), _MADV_HUGEPAGE)
 
 
 def _split_rows(layer: Layer, parts: int) -> list[slice]:

@@ -6,7 +6,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <atomic>
 #include <vector>
 

@@ -17,6 +17,7 @@ namespace {
 #include "int16.inc"
 #include "probe.inc"
 #include "quantize.inc"
+#include "table.inc"
 
 bool usable() {
   __builtin_cpu_init();
@@ -25,19 +26,8 @@ bool usable() {
 }
 }  // namespace
 
-const Kernels kAvx2 = {
-    "avx2",
-    usable,
-    {{kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk / kStretch * kStretchBytes, prepare_int16, multiply_int16},
-     {kChunk / kStretch * kStretchBytes, prepare_int16_of_8, multiply_int16}},
-    multiply_transposed_float32,
-    activate,
-    add_bias,
-    combine,
-    quantize,
-    probe_read,
-    probe_multiply,
-};
+const Kernels kAvx2 =
+    table("avx2", usable, {kChunk / kStretch * kStretchBytes, prepare_int16, multiply_int16},
+          {kChunk / kStretch * kStretchBytes, prepare_int16_of_8, multiply_int16}, multiply_transposed_float32);
 }  // namespace mxfp4
 #endif

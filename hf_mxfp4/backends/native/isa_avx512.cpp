@@ -16,6 +16,7 @@ namespace {
 #include "float32.inc"
 #include "probe.inc"
 #include "quantize.inc"
+#include "table.inc"
 
 bool usable() {
   __builtin_cpu_init();
@@ -26,19 +27,8 @@ bool usable() {
 }
 }  // namespace
 
-const Kernels kAvx512 = {
-    "avx512",
-    usable,
-    {{kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_int8, multiply_float32}},
-    multiply_transposed_float32,
-    activate,
-    add_bias,
-    combine,
-    quantize,
-    probe_read,
-    probe_multiply,
-};
+const Kernels kAvx512 =
+    table("avx512", usable, {kChunk * 4, prepare_float32, multiply_float32},
+          {kChunk * 4, prepare_int8, multiply_float32}, multiply_transposed_float32);
 }  // namespace mxfp4
 #endif

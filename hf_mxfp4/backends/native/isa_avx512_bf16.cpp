@@ -19,6 +19,7 @@ namespace {
 #include "int8.inc"
 #include "probe.inc"
 #include "quantize.inc"
+#include "table.inc"
 
 bool usable() {
   __builtin_cpu_init();
@@ -32,19 +33,8 @@ bool usable() {
 }
 }  // namespace
 
-const Kernels kAvx512Bf16 = {
-    "avx512_bf16",
-    usable,
-    {{kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 2, prepare_bf16, multiply_bf16},
-     {kInt8Bytes, prepare_vnni, multiply_int8}},
-    multiply_transposed,
-    activate,
-    add_bias,
-    combine,
-    quantize,
-    probe_read,
-    probe_multiply,
-};
+const Kernels kAvx512Bf16 =
+    table("avx512_bf16", usable, {kChunk * 2, prepare_bf16, multiply_bf16},
+          {kInt8Bytes, prepare_vnni, multiply_int8}, multiply_transposed);
 }  // namespace mxfp4
 #endif

@@ -16,23 +16,13 @@ namespace {
 #include "float32.inc"
 #include "probe.inc"
 #include "quantize.inc"
+#include "table.inc"
 
 bool usable() { return true; }
 }  // namespace
 
-const Kernels kNeon = {
-    "neon",
-    usable,
-    {{kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_int8, multiply_float32}},
-    multiply_transposed_float32,
-    activate,
-    add_bias,
-    combine,
-    quantize,
-    probe_read,
-    probe_multiply,
-};
+const Kernels kNeon =
+    table("neon", usable, {kChunk * 4, prepare_float32, multiply_float32},
+          {kChunk * 4, prepare_int8, multiply_float32}, multiply_transposed_float32);
 }  // namespace mxfp4
 #endif

@@ -14,22 +14,12 @@ namespace {
 #include "float32.inc"
 #include "probe.inc"
 #include "quantize.inc"
+#include "table.inc"
 
 bool usable() { return true; }
 }  // namespace
 
-const Kernels kScalar = {
-    "scalar",
-    usable,
-    {{kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_float32, multiply_float32},
-     {kChunk * 4, prepare_int8, multiply_float32}},
-    multiply_transposed_float32,
-    activate,
-    add_bias,
-    combine,
-    quantize,
-    probe_read,
-    probe_multiply,
-};
+const Kernels kScalar =
+    table("scalar", usable, {kChunk * 4, prepare_float32, multiply_float32},
+          {kChunk * 4, prepare_int8, multiply_float32}, multiply_transposed_float32);
 }  // namespace mxfp4

@@ -67,7 +67,7 @@ struct Kernels {
   void (*activate)(const Activation& a, const float* gate_up, int64_t stride, int64_t tokens, int64_t width, float* h,
                    int64_t h_stride);
 
-  // values[t * stride + i] += bias[i * step]
+  // values[t * stride + i] += bias[i]
   void (*add_bias)(float* values, int64_t stride, int64_t tokens, int64_t width, const void* bias, int dtype);
 
   // out[i] = sum over j of weights[j] * rows[j][i], j in order; rows may be null.
