@@ -8,7 +8,6 @@ recipes.json   named options for `hf_mxfp4.MXFP4Config`
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -57,10 +56,3 @@ def _entry(file: str, name: str) -> dict[str, Any]:
     if name not in entries:
         raise KeyError(f"{file} has no {name!r}; it has {', '.join(entries)}")
     return entries[name]
-
-
-@cache
-def launch_table() -> dict[str, list[dict[str, Any]]]:
-    """How Triton kernels are launched: for each family of GPUs, entries as `hf_mxfp4.backends.triton` reads them."""
-    table: dict[str, list[dict[str, Any]]] = json.loads(files(__name__).joinpath("launch.json").read_text("utf-8"))
-    return table

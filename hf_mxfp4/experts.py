@@ -239,37 +239,42 @@ class MXFP4Experts(PackedModule):
         return ids.unsqueeze(-1), hidden_states.new_ones(count, 1)
 
     def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
-        """All of the module in one call of the native kernel; None off the CPU, and where a gradient is asked for."""
+        """All of the module in one call of a backend that can; None otherwise, and where a gradient is asked for."""
         dtype, held = hidden_states.dtype, self._parameters
         if dtype not in _FUSED_DTYPES:
             return None
         tensors = [hidden_states, top_k_weights, top_k_index, *(value for value in held.values() if value is not None)]
+        on_cpu = hidden_states.is_cpu
         for value in tensors:
-            if not value.is_cpu:
+            if value.is_cpu is not on_cpu:
                 return None
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
             return None
         if not torch.compiler.is_compiling() and _have_tangents(tensors):
             return None
-        if self.backend("cpu") != "cpu":
+        backend = self.backend("cpu" if on_cpu else hidden_states.device.type)
+        operand, known = self.operand(dtype), ops.MLP_DTYPES.get(backend)
+        if known is None or (backend == "triton" and operand == "int8"):
             return None
         packed: list[Any] = []
         for proj in self.layout.projections:
             bias: Tensor | None = held.get(f"{proj}_bias")
-            if bias is not None and bias.dtype not in ops.MLP_DTYPES:
+            if bias is not None and bias.dtype not in known:
                 bias = bias.float()
             packed += (held[f"{proj}_blocks"], held[f"{proj}_scales"], bias)
         if packed[2] is not None and packed[5] is not None and packed[2].dtype is not packed[5].dtype:
             packed[2], packed[5] = packed[2].float(), packed[5].float()
         assert self.known_activation is not None
         mixed = ops.experts_mlp(
-            hidden_states if dtype in ops.MLP_DTYPES else hidden_states.float(),
+            hidden_states if dtype in known else hidden_states.float(),
             top_k_index if top_k_index.dtype is torch.int64 else top_k_index.long(),
             top_k_weights if top_k_weights.dtype is torch.float32 else top_k_weights.float(),
             ops.Projection(*packed[:3]),
             ops.Projection(*packed[3:]),
             self.known_activation,
-            operand=self.operand(dtype),
+            operand=operand,
+            narrow=backend == "triton" and self.is_narrow(),
+            backend=backend,
         )
         return mixed if mixed.dtype is dtype else mixed.to(dtype)
 
@@ -290,7 +295,8 @@ class MXFP4Experts(PackedModule):
     def _linear(self, x: Tensor, proj: str, slots: routing.Plan, operand: str) -> Tensor:
         blocks, scales = self.get_parameter(f"{proj}_blocks"), self.get_parameter(f"{proj}_scales")
         backend = self.backend(x.device.type)
-        out = ops.grouped_linear(x, blocks, scales, slots.offsets, operand=operand, backend=backend)
+        narrow = backend == "triton" and self.is_narrow()
+        out = ops.grouped_linear(x, blocks, scales, slots.offsets, operand=operand, narrow=narrow, backend=backend)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:
             out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_routed - 1)]

@@ -59,7 +59,8 @@ class MXFP4Linear(PackedModule):
         offsets = torch.arange(2, device=x.device) * rows.shape[0]
         blocks, scales = (self.get_parameter(f"weight_{part}").unsqueeze(0) for part in ("blocks", "scales"))
         backend, operand = self.backend(x.device.type), self.operand(x.dtype)
-        out = ops.grouped_linear(rows, blocks, scales, offsets, operand=operand, backend=backend)
+        narrow = backend == "triton" and self.is_narrow()
+        out = ops.grouped_linear(rows, blocks, scales, offsets, operand=operand, narrow=narrow, backend=backend)
         if self.bias is not None:
             out = out + self.bias.to(compute)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -1,7 +1,8 @@
 """The ops of hf_mxfp4, declared once through torch.library, and the functional form of a routed expert linear.
 
-    hf_mxfp4::grouped_linear(x, blocks, scales, offsets, transpose, operand, backend) -> out
-    hf_mxfp4::experts_mlp(x, ids, weights, blocks, scales and bias of both projections, activation, operand) -> out
+    hf_mxfp4::grouped_linear(x, blocks, scales, offsets, transpose, operand, narrow, backend) -> out
+    hf_mxfp4::experts_mlp(x, ids, weights, blocks, scales and bias of both projections, activation, operand, narrow,
+                          backend) -> out
 
 E experts, N output features, K input features, T tokens, k experts a token, S = T * k rows sorted by expert.
 The real and the fake implementation share one check. `experts_mlp` is for where no gradient is needed, and for backends
@@ -12,7 +13,7 @@ turned over, so gradients of any order reach `x`, backward and forward; packed b
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +21,33 @@ from torch.autograd import forward_ad
 
 from . import mxfp4, routing
 from .activations import KINDS, Activation
-from .backends import choose, cpu, reference
+from .backends import choose, cpu, reference, triton
+from .backends.reference import Projection as Projection
 from .mxfp4 import BLOCK_SIZE, MXFP4Tensor, Rounder, ScaleRule, Ties, blocks_shape, canonical
 
-_BACKENDS = {"reference": reference.grouped_linear, "cpu": cpu.grouped_linear}
+_BACKENDS = ("reference", "cpu", "triton")
 OPERANDS = ("float32", "bfloat16", "int8")
 """What a backend may round activations to before it multiplies them: no further than what comes in float32 has, than
 bfloat16, or to 8 bits and a step for each 32, see `reference.round_int8`. Sums are float32 in any case."""
 _COMPUTE_DTYPES = (torch.float32, torch.float64)
 _NATIVE_WORKING_BYTES = 5  # a float32 weight that is made contiguous, and what it becomes
-MLP_DTYPES = (torch.float32, torch.bfloat16)
-"""What tokens and biases can be in `experts_mlp`."""
+MLP_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "triton": (torch.float32, torch.bfloat16, torch.float16),
+}
+"""The backends that have `experts_mlp`, and what tokens and biases can be there."""
 
 _library = torch.library.Library("hf_mxfp4", "DEF")
 _library.define(
-    "grouped_linear(Tensor x, Tensor blocks, Tensor scales, Tensor offsets, bool transpose, str operand, str backend)"
+    "grouped_linear(Tensor x, Tensor blocks, Tensor scales, Tensor offsets, bool transpose, str operand, bool narrow, "
+    "str backend)"
     " -> Tensor"
 )
 _library.define(
     "experts_mlp(Tensor x, Tensor ids, Tensor weights, "
     "Tensor first_blocks, Tensor first_scales, Tensor? first_bias, "
     "Tensor second_blocks, Tensor second_scales, Tensor? second_bias, "
-    "str kind, bool gated, bool interleaved, float[] constants, str operand) -> Tensor"
+    "str kind, bool gated, bool interleaved, float[] constants, str operand, bool narrow, str backend) -> Tensor"
 )
 
 
@@ -53,6 +59,7 @@ def grouped_linear(
     *,
     transpose: bool = False,
     operand: str = "float32",
+    narrow: bool = False,
     backend: str = "reference",
 ) -> Tensor:
     """Multiplies the rows of each expert by that expert's packed weights: out[i] = W[expert of i] @ x[i].
@@ -64,6 +71,7 @@ def grouped_linear(
         offsets: int64 [E + 1], expert e owns rows offsets[e] to offsets[e + 1]; rows from offsets[E] on are nobody's.
         transpose: multiply by the transposed weights, as the gradient does.
         operand: one of `OPERANDS`.
+        narrow: every scale byte is known to be 1 to 128, which the Triton kernels take less work for.
         backend: a usable backend's name, see `backends.choose`.
 
     Returns:
@@ -75,7 +83,9 @@ def grouped_linear(
     """
 
     def run(rows: Tensor) -> Tensor:
-        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(rows, blocks, scales, offsets, transpose, operand, backend)
+        out: Tensor = torch.ops.hf_mxfp4.grouped_linear(
+            rows, blocks, scales, offsets, transpose, operand, narrow, backend
+        )
         return out
 
     if torch.compiler.is_compiling():
@@ -132,7 +142,7 @@ def mxfp4_expert_linear(
     compute = torch.promote_types(latent_tokens.dtype, torch.float32)
     slots = routing.plan(selected_experts.to(device), blocks.shape[0])
     backend = choose("auto", device.type).name
-    if backend == "cpu" and blocks.device != device:
+    if blocks.device != device:
         backend = "reference"  # which moves experts that are selected
     rows = routing.gather(latent_tokens, slots).to(compute)
     outputs = grouped_linear(
@@ -147,14 +157,6 @@ def operand_of(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
 
-class Projection(NamedTuple):
-    """A projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
-
-    blocks: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-
 def experts_mlp(
     x: Tensor,
     ids: Tensor,
@@ -164,17 +166,21 @@ def experts_mlp(
     activation: Activation,
     *,
     operand: str,
+    narrow: bool = False,
+    backend: str = "cpu",
 ) -> Tensor:
-    """Runs each token through its experts and mixes what comes out, in one call of the native kernel. Has no gradient.
+    """Runs each token through its experts and mixes what comes out, in one call of a backend. Has no gradient.
 
     Args:
-        x: float32 or bfloat16 [T, H], on the CPU.
+        x: [T, H] of one of the `MLP_DTYPES`, on a device of the backend's.
         ids: int64 [T, k]; ids outside 0 to E - 1 contribute nothing.
         weights: float32 [T, k], used as they are.
-        first: [E, 2 I, H], or [E, I, H] without a gate; its bias float32 or bfloat16, as the other's.
+        first: [E, 2 I, H], or [E, I, H] without a gate; its bias of one of the `MLP_DTYPES`, as the other's.
         second: [E, H, I].
         activation: between the two.
-        operand: one of `OPERANDS`.
+        operand: one of `OPERANDS`; the Triton kernels round no further than to the dtype of `x`.
+        narrow: as for `grouped_linear`.
+        backend: one that has the op, see `MLP_DTYPES`.
 
     Returns:
         [T, H] in the dtype of `x`.
@@ -183,10 +189,9 @@ def experts_mlp(
         TypeError: dtypes that do not fit.
         ValueError: shapes that do not fit.
     """
-    if _nobody_listens():
-        _check_mlp(x, ids, weights, first, second, activation.gated)
-        _check_known(operand=(operand, OPERANDS), activation=(activation.kind, KINDS))
-        return cpu.experts_mlp(x, ids, weights, first, second, activation, operand)
+    if nobody_listens():
+        _check_mlp(x, ids, weights, first, second, activation.gated, activation.kind, operand, backend)
+        return _run_mlp(x, ids, weights, first, second, activation, operand, narrow, backend)
     mixed: Tensor = torch.ops.hf_mxfp4.experts_mlp(
         x,
         ids,
@@ -198,11 +203,13 @@ def experts_mlp(
         activation.interleaved,
         activation.constants,
         operand,
+        narrow,
+        backend,
     )
     return mixed
 
 
-def _nobody_listens() -> bool:
+def nobody_listens() -> bool:
     """Whether the dispatcher would do nothing but call the kernel, at a cost of some 5 % of a call for one token.
 
     It does more while torch.compile traces, under a dispatch mode (fake tensors, tracing, counting), a transform of
@@ -248,18 +255,35 @@ def _check(
         raise ValueError(f"x {list(x.shape)} does not fit blocks {list(blocks.shape)}: expected [S, {width}]")
     if offsets.shape != (blocks.shape[0] + 1,):
         raise ValueError(f"offsets {list(offsets.shape)} do not fit {blocks.shape[0]} experts: [E + 1]")
-    _check_known(operand=(operand, OPERANDS), backend=(backend, tuple(_BACKENDS)))
+    _check_known(operand=(operand, OPERANDS), backend=(backend, _BACKENDS))
 
 
 def _grouped_linear(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str
+    x: Tensor,
+    blocks: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    transpose: bool,
+    operand: str,
+    narrow: bool,
+    backend: str,
 ) -> Tensor:
     _check(x, blocks, scales, offsets, transpose, operand, backend)
-    return _BACKENDS[backend](x, blocks, scales, offsets, transpose, operand)
+    if backend == "triton":
+        return triton.grouped_linear(x, blocks, scales, offsets, transpose, operand, narrow)
+    run = cpu.grouped_linear if backend == "cpu" else reference.grouped_linear
+    return run(x, blocks, scales, offsets, transpose, operand)
 
 
 def _grouped_linear_fake(
-    x: Tensor, blocks: Tensor, scales: Tensor, offsets: Tensor, transpose: bool, operand: str, backend: str
+    x: Tensor,
+    blocks: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    transpose: bool,
+    operand: str,
+    narrow: bool,
+    backend: str,
 ) -> Tensor:
     _check(x, blocks, scales, offsets, transpose, operand, backend)
     if any(part.is_meta for part in (blocks, scales, offsets)) and not x.is_meta:
@@ -268,7 +292,7 @@ def _grouped_linear_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, blocks, scales, offsets, ctx.transpose, ctx.operand, ctx.backend = inputs
+    _, blocks, scales, offsets, ctx.transpose, ctx.operand, ctx.narrow, ctx.backend = inputs
     ctx.save_for_backward(blocks, scales, offsets)
 
 
@@ -278,13 +302,31 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         turned = not ctx.transpose
         grad_x = grouped_linear(
-            grad, blocks, scales, offsets, transpose=turned, operand=ctx.operand, backend=ctx.backend
+            grad,
+            blocks,
+            scales,
+            offsets,
+            transpose=turned,
+            operand=ctx.operand,
+            narrow=ctx.narrow,
+            backend=ctx.backend,
         )
-    return grad_x, None, None, None, None, None, None
+    return grad_x, None, None, None, None, None, None, None
 
 
-def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, gated: bool) -> None:
-    _check_mlp_dtypes(x, ids, weights, first, second)
+def _check_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Projection,
+    second: Projection,
+    gated: bool,
+    kind: str,
+    operand: str,
+    backend: str,
+) -> None:
+    _check_known(operand=(operand, OPERANDS), activation=(kind, KINDS), backend=(backend, tuple(MLP_DTYPES)))
+    _check_mlp_dtypes(x, ids, weights, first, second, MLP_DTYPES[backend])
     if first.blocks.ndim != 3 or x.ndim != 2 or ids.ndim != 2:
         given = f"x {list(x.shape)}, ids {list(ids.shape)} and first blocks {list(first.blocks.shape)}"
         raise ValueError(f"{given}: expected [T, H], [T, k] and [E, N, H / 2]")
@@ -307,17 +349,19 @@ def _check_mlp(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, secon
             raise ValueError(f"{name} {list(tensor.shape)}: expected {list(shape)}")
 
 
-def _check_mlp_dtypes(x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection) -> None:
-    if x.dtype not in MLP_DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}; experts_mlp takes float32 and bfloat16")
+def _check_mlp_dtypes(
+    x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, known: tuple[torch.dtype, ...]
+) -> None:
+    if x.dtype not in known:
+        raise TypeError(f"x has dtype {x.dtype}; experts_mlp takes {' and '.join(map(str, known))}")
     if ids.dtype is not torch.int64 or weights.dtype is not torch.float32:
         raise TypeError(f"ids and weights are {ids.dtype} and {weights.dtype}; expected torch.int64 and torch.float32")
     packed = (first.blocks, first.scales, second.blocks, second.scales)
     if any(part.dtype is not torch.uint8 for part in packed):
         raise TypeError("blocks and scales are torch.uint8")
     biases = {bias.dtype for bias in (first.bias, second.bias) if bias is not None}
-    if len(biases) > 1 or not biases <= set(MLP_DTYPES):
-        raise TypeError(f"biases are {biases}; expected both float32 or both bfloat16")
+    if len(biases) > 1 or not biases <= set(known):
+        raise TypeError(f"biases are {biases}; expected one of {' and '.join(map(str, known))} for both")
 
 
 def _check_known(**options: tuple[str, tuple[str, ...]]) -> None:
@@ -327,18 +371,37 @@ def _check_known(**options: tuple[str, tuple[str, ...]]) -> None:
 
 
 def _experts_mlp_fake(*arguments: Any) -> Tensor:
-    x, ids, weights, *packed, kind, gated, _, _, operand = arguments
-    _check_mlp(x, ids, weights, Projection(*packed[:3]), Projection(*packed[3:]), gated)
-    _check_known(operand=(operand, OPERANDS), activation=(kind, KINDS))
+    x, ids, weights, *packed, kind, gated, _, _, operand, _, backend = arguments
+    _check_mlp(x, ids, weights, Projection(*packed[:3]), Projection(*packed[3:]), gated, kind, operand, backend)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _experts_mlp(*arguments: Any) -> Tensor:
-    x, ids, weights, *packed, kind, gated, interleaved, constants, operand = arguments
+    x, ids, weights, *packed, kind, gated, interleaved, constants, operand, narrow, backend = arguments
     first, second = Projection(*packed[:3]), Projection(*packed[3:])
-    _check_mlp(x, ids, weights, first, second, gated)
-    _check_known(operand=(operand, OPERANDS), activation=(kind, KINDS))
+    _check_mlp(x, ids, weights, first, second, gated, kind, operand, backend)
     activation = _activation(kind, gated, interleaved, tuple(constants))
+    return _run_mlp(x, ids, weights, first, second, activation, operand, narrow, backend)
+
+
+def _run_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Projection,
+    second: Projection,
+    activation: Activation,
+    operand: str,
+    narrow: bool,
+    backend: str,
+) -> Tensor:
+    if backend == "triton":
+        devices = {str(part.device) for part in (x, ids, weights, *first, *second) if part is not None}
+        if len(devices) > 1:
+            raise ValueError(f"tensors are on {' and '.join(sorted(devices))}; expected one device")
+        return triton.experts_mlp(x, ids, weights, first, second, activation, narrow)
+    if not x.is_cpu:
+        raise ValueError(f"x is on {x.device}; the native kernel takes tensors on cpu")
     return cpu.experts_mlp(x, ids, weights, first, second, activation, operand)
 
 
@@ -348,7 +411,7 @@ def _activation(kind: str, gated: bool, interleaved: bool, constants: tuple[floa
 
 
 _library.impl("grouped_linear", _grouped_linear, "CompositeExplicitAutograd")
-_library.impl("experts_mlp", _experts_mlp, "CPU")
+_library.impl("experts_mlp", _experts_mlp, "CompositeExplicitAutograd")
 torch.library.register_fake("hf_mxfp4::experts_mlp", _experts_mlp_fake, lib=_library)
 torch.library.register_fake("hf_mxfp4::grouped_linear", _grouped_linear_fake, lib=_library)
 torch.library.register_autograd("hf_mxfp4::grouped_linear", _backward, setup_context=_setup_context, lib=_library)

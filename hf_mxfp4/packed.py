@@ -58,6 +58,7 @@ class PackedModule(nn.Module):
         self.requested_activation = activation
         self.source = None
         self._choices: dict[str, Choice] = {}
+        self._narrow: dict[str, tuple[int, bool]] = {}
 
     def _make_room(self, proj: str, shape: tuple[int, ...], name: str, device: torch.device) -> None:
         """Registers the packed parameters of a weight [..., N, K]; ValueError, naming it, if K cannot be packed."""
@@ -103,6 +104,30 @@ class PackedModule(nn.Module):
         """What activations may be rounded to where tokens have a dtype, see `ops.OPERANDS`."""
         return "int8" if self.requested_activation == "int8" else ops.operand_of(dtype)
 
+    def is_narrow(self) -> bool:
+        """Whether every scale byte is known to be 1 to 128, which faster kernels can count on.
+
+        Looked at once for each tensor that is loaded or changed, by one question to its device; not while a graph is
+        captured or traced, where what is not known yet is taken to be false.
+        """
+        return all(self._is_narrow(f"{proj}_scales") for proj in self.projection_names)
+
+    def _is_narrow(self, name: str) -> bool:
+        scales = self.get_parameter(name)
+        version, narrow = self._narrow.get(name, (-1, False))
+        if torch.compiler.is_compiling() or not ops.nobody_listens() or scales.is_meta:
+            return narrow
+        if version != scales._version and not (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
+            narrow = not scales.numel() or bool(((scales - 1) < _NARROW).all())  # 0 - 1 is 255
+            self._narrow[name] = (scales._version, narrow)
+        return narrow
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As for any module."""
+        super().register_parameter(name, param)
+        if "_narrow" in self.__dict__:
+            self._narrow.pop(name, None)
+
     def _stand_in(self, proj: str) -> nn.Parameter:
         """A parameter on meta with the dense shape and dtype, for model code that looks at the weight it once had."""
         if proj not in self.projection_names:
@@ -119,6 +144,7 @@ class PackedModule(nn.Module):
                 if isinstance(given, Tensor) and given.dtype is not torch.uint8:
                     state_dict[prefix + proj + suffix] = mxfp4.as_bytes(given, prefix + proj + suffix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._narrow.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As for any module; a cast leaves packed bytes alone, and is kept in mind for `dequantize`."""
@@ -127,5 +153,14 @@ class PackedModule(nn.Module):
         return self
 
 
-PACKED_ATTRIBUTES = ("dense_class", "dense_dtype", "requested_backend", "requested_activation", "source", "_choices")
+_NARROW = 128  # the most distinct bytes from 1 on
+PACKED_ATTRIBUTES = (
+    "dense_class",
+    "dense_dtype",
+    "requested_backend",
+    "requested_activation",
+    "source",
+    "_choices",
+    "_narrow",
+)
 """Attributes that a packed module has and the dense one has not."""

@@ -1043,7 +1043,7 @@ def test_experts_mlp_is_a_proper_op(tokens, dtype, bias, layer):
     made = layer("gpt_oss", bias=bias)
     activation = made.activation
     arguments = (*made.inputs(tokens, 2, dtype), *made.first, *made.second, activation.kind, activation.gated)
-    arguments += (activation.interleaved, list(activation.constants), "bfloat16")
+    arguments += (activation.interleaved, list(activation.constants), "bfloat16", False, "cpu")
     torch.library.opcheck(torch.ops.hf_mxfp4.experts_mlp.default, arguments)
 
 
@@ -1052,7 +1052,7 @@ def test_experts_mlp_is_a_proper_op(tokens, dtype, bias, layer):
 def test_grouped_linear_is_a_proper_op_on_this_backend(operand, transpose, random_packed):
     blocks, scales = random_packed(3, 5, 96)
     x = torch.randn(6, 5 if transpose else 96, requires_grad=True)
-    arguments = (x, blocks, scales, offsets_of(2, 0, 3), transpose, operand, "cpu")
+    arguments = (x, blocks, scales, offsets_of(2, 0, 3), transpose, operand, False, "cpu")
     torch.library.opcheck(torch.ops.hf_mxfp4.grouped_linear.default, arguments)
 
 

@@ -125,7 +125,7 @@ def test_one_hot_rows_return_the_weights_exactly(dtype, random_packed, decode):
 def test_fake_and_real_op_agree_and_the_derivative_is_registered(counts, rows, transpose, random_packed):
     blocks, scales = random_packed(3, 5, 96)  # K of three blocks, N odd
     x = torch.randn(rows, 5 if transpose else 96, requires_grad=True)
-    arguments = (x, blocks, scales, offsets_of(*counts), transpose, "float32", "reference")
+    arguments = (x, blocks, scales, offsets_of(*counts), transpose, "float32", False, "reference")
     torch.library.opcheck(torch.ops.hf_mxfp4.grouped_linear.default, arguments)
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import cpu
+from . import cpu, triton
 
 BACKENDS = ("reference", "cpu", "triton")
-"""Every backend's name. `triton` is not part of this version; asking for it says so."""
+"""Every backend's name."""
 
 BACKEND_VARIABLE = "HF_MXFP4_BACKEND"
 """The environment variable that chooses the backend for the whole process."""
@@ -31,7 +31,7 @@ def unavailable(name: str, device_type: str | None = None) -> str | None:
         return f"it is for tensors on cpu, and these are on {device_type}"
     if name == "cpu":
         return cpu.unavailable()
-    return "this version of hf_mxfp4 has no Triton kernels" if name == "triton" else None
+    return triton.unavailable(device_type) if name == "triton" else None
 
 
 @cache
@@ -57,14 +57,20 @@ def choose(requested: str, device_type: str) -> Choice:
     if name == "auto":
         best = "cpu" if device_type == "cpu" else "triton"
         if (why := unavailable(best, device_type)) is None:
-            return Choice(best, f"native kernel, {cpu.instruction_set()}")
+            kind = "native kernel" if best == "cpu" else "Triton kernels"
+            return Choice(best, f"{kind}, {_code(best, device_type)}")
         _say_once(why)
         return Choice("reference", f"plain torch on {device_type}: {why}")
     if name not in BACKENDS:
         raise ValueError(f"{source} is {name!r}; expected auto, {', '.join(BACKENDS)}")
     if (why := unavailable(name, device_type)) is not None:
         raise ValueError(f"{source} is {name!r}, but {why}")
-    return Choice(name, f"asked for by {source}" + (f", {cpu.instruction_set()}" if name == "cpu" else ""))
+    return Choice(name, f"asked for by {source}" + (f", {_code(name, device_type)}" if name != "reference" else ""))
+
+
+def _code(name: str, device_type: str) -> str:
+    """What a backend's code on a device is for."""
+    return cpu.instruction_set() if name == "cpu" else triton.family(torch.device(device_type))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped

@@ -163,8 +163,8 @@ def experts_mlp(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    first: tuple[Tensor, Tensor, Tensor | None],
-    second: tuple[Tensor, Tensor, Tensor | None],
+    first: reference.Projection,
+    second: reference.Projection,
     activation: Activation,
     operand: str,
 ) -> Tensor:

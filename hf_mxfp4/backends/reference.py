@@ -7,11 +7,21 @@ multiplied before the next rows are decoded. E experts, N output features, K inp
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..mxfp4 import BLOCK_SIZE, dequantize_into
+
+
+class Projection(NamedTuple):
+    """A projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
+
+    blocks: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
 
 _DECODED_BYTES = 4 << 20
 """Decoded weights held at a time: few enough to be still in cache when they are multiplied."""

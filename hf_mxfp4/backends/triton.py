@@ -10,19 +10,21 @@ E experts, N output features, K input features, T tokens, k experts a token, S =
 
 from __future__ import annotations
 
+import json
 import math
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module, util
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import configs, routing  # type: ignore[attr-defined]  # configs lies beside the package
+from .. import routing
 from ..activations import CONSTANTS, Activation
 from . import reference
+from .reference import Projection
 
 ROUTES = ("planes", "scaled", "rows", "dense")
 """How a batch is computed: by matrix instructions, weights decoded in four planes or by `tl.dot_scaled`; each slot by
@@ -76,14 +78,6 @@ class Launch(NamedTuple):
         )
 
 
-class Packed(NamedTuple):
-    """A projection of all experts: blocks uint8 [E, N, K / 2], scales uint8 [E, N, K / 32], bias [E, N] or None."""
-
-    blocks: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-
 def unavailable(device_type: str | None = None) -> str | None:
     """Why the kernels cannot be used here, on a device of a type if one is given, or None if they can."""
     if util.find_spec("triton") is None:
@@ -91,22 +85,16 @@ def unavailable(device_type: str | None = None) -> str | None:
     kernels = _kernels()
     if isinstance(kernels, str):
         return kernels
+    known = ("cpu", *_DEVICES) if kernels.INTERPRETED else _DEVICES
+    if device_type is not None and device_type not in known:
+        return f"it is for tensors on {' and '.join(known)}, and these are on {device_type}"
     if kernels.INTERPRETED:
         return None
-    if device_type is not None and device_type not in _DEVICES:
-        return f"it is for tensors on {' and '.join(_DEVICES)}, and these are on {device_type}"
     for kind in _DEVICES if device_type is None else (device_type,):
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
             return None
     return f"torch finds no device of type {device_type or ' or '.join(_DEVICES)}"
-
-
-def described(device_type: str) -> str:
-    """The kernels in a few words."""
-    kernels = _ready()
-    where = "in its interpreter, which is slow" if kernels.INTERPRETED else f"for {family(torch.device(device_type))}"
-    return f"Triton kernels {where}"
 
 
 @cache
@@ -153,11 +141,21 @@ def nearest_family(name: str, known: list[str]) -> str:
     for prefix in ("sm_", "gfx"):
         if name.startswith(prefix):
             rank = int(digits.removeprefix("f") or "0", 16 if prefix == "gfx" else 10)
-            same = {other: int(other.removeprefix(prefix), 16 if prefix == "gfx" else 10) for other in known if
-                    other.startswith(prefix)}
+            same = {
+                other: int(other.removeprefix(prefix), 16 if prefix == "gfx" else 10)
+                for other in known
+                if other.startswith(prefix)
+            }
             older = [other for other, value in same.items() if value <= rank]
             return max(older, key=same.__getitem__) if older else min(same, key=same.__getitem__)
     return "default"
+
+
+@cache
+def launch_table() -> dict[str, list[dict[str, Any]]]:
+    """`configs/launch.json`: entries by family of devices, as `find_config` reads them."""
+    table: dict[str, list[dict[str, Any]]] = json.loads(files("hf_mxfp4.configs").joinpath("launch.json").read_text())
+    return table
 
 
 @cache
@@ -174,10 +172,8 @@ def find_config(name: str, narrow: bool, tokens_per_expert: float, hidden: int, 
     Returns:
         The configuration of the entry at the least distance, a doubling of a size counting as 1.
     """
-    table = configs.launch_table()
-    entries = [
-        entry for entry in table[nearest_family(name, list(table))] if narrow or entry["route"] != "scaled"
-    ]
+    table = launch_table()
+    entries = [entry for entry in table[nearest_family(name, list(table))] if narrow or entry["route"] != "scaled"]
 
     def distance(entry: dict[str, Any]) -> float:
         far = abs(math.log2(max(tokens_per_expert, 1 / 1024) / entry["tokens_per_expert"]))
@@ -237,8 +233,9 @@ def _permute_launch(x: Tensor, parts: int, planes: bool) -> tuple[Launch, Tensor
     """Activations [T, K] as parts int16 [parts, T, K]."""
     tokens, width = x.shape
     out = torch.empty((parts, tokens, width), dtype=torch.int16, device=x.device)
-    constants = {"K": width, "PARTS": parts, "PLANES": planes, "BLOCK": min(_COLUMNS, _power_of_2(width))}
-    grid = (tokens * -(-width // constants["BLOCK"]),)
+    block = min(_COLUMNS, _power_of_2(width))
+    constants = {"K": width, "PARTS": parts, "PLANES": planes, "BLOCK": block}
+    grid = (tokens * -(-width // block),)
     arguments = {"x": _bits(x), "out": out, "tokens": tokens}
     return Launch(_ready().permute, grid, arguments, constants, 4, 1), out
 
@@ -275,8 +272,8 @@ def experts_launches(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    first: Packed,
-    second: Packed,
+    first: Projection,
+    second: Projection,
     activation: Activation,
     config: Config,
     *,
@@ -303,7 +300,8 @@ def experts_launches(
     inner = torch.empty((parts, slots, width), dtype=torch.int16, device=x.device)
     partial = torch.empty((slots, x.shape[1]), dtype=torch.float32, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    shared = {"PARTS": parts}
+    shared: dict[str, Any] = {"PARTS": parts}
+    where: dict[str, Any]
     if by_row:
         prepare, permuted = _permute_launch(x, parts, planes=True)
         shared["E"], where = experts, {"ids": ids}
@@ -430,7 +428,14 @@ def grouped_linear(
     parts = 1 if operand == "bfloat16" else 3
     with _on(x.device):
         launches, out = linear_launches(
-            x.contiguous(), blocks, scales, offsets, transpose, config, parts=parts, narrow=narrow,
+            x.contiguous(),
+            blocks,
+            scales,
+            offsets,
+            transpose,
+            config,
+            parts=parts,
+            narrow=narrow,
             multiply=multiplication(name),
         )
         for launch in launches:
@@ -439,7 +444,7 @@ def grouped_linear(
 
 
 def experts_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, first: Packed, second: Packed, activation: Activation, narrow: bool
+    x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, activation: Activation, narrow: bool
 ) -> Tensor:
     """Whole expert MLPs of a batch.
 
@@ -473,7 +478,7 @@ def experts_mlp(
 
 
 def _dense(
-    x: Tensor, ids: Tensor, weights: Tensor, first: Packed, second: Packed, activation: Activation
+    x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, activation: Activation
 ) -> Tensor:
     """One expert at a time, decoded, by torch's own product."""
     slots = routing.plan(ids, first.blocks.shape[0])

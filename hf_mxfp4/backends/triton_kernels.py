@@ -32,6 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # the signs of two bfloat16, as int32
 _MAGNITUDES = tl.constexpr(0x01C001C0)  # where the three bits of a code become two bits of exponent and one of fraction
 _INFINITY = tl.constexpr(0x7F800000)
+_UNLIMITED = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -41,6 +42,16 @@ def _float(bits_or_value):
         value = (bits_or_value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = bits_or_value.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _load(pointers, inside, WHOLE: tl.constexpr):
+    """What is there, 0 where it is not inside. WHOLE: all is."""
+    if WHOLE:
+        value = tl.load(pointers)
+    else:
+        value = tl.load(pointers, mask=inside, other=0)
     return value
 
 
@@ -225,12 +236,8 @@ def _sums(
         words_at = words + rows[:, None] * (K // 8) + word[None, :]
         x_at = x + x_rows[None, :] * K + element[:, None]
         for k in range(0, K, BLOCK_K):
-            if whole:
-                codes = tl.load(words_at)
-                bytes = tl.load(scales_at)
-            else:
-                codes = tl.load(words_at, mask=(word < K // 8 - k // 8)[None, :], other=0)
-                bytes = tl.load(scales_at, mask=(groups < K // 32 - k // 32)[None, :], other=0)
+            codes = _load(words_at, (word < K // 8 - k // 8)[None, :], whole)
+            bytes = _load(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
             factor, power = _factors(bytes, NARROW)
             factor = _spread(factor, BLOCK_K)
             power = _spread(power, BLOCK_K)
@@ -238,10 +245,7 @@ def _sums(
                 weights = _plane(codes, factor, power, plane, NARROW, MULTIPLY)
                 for part in tl.static_range(PARTS):
                     at = x_at + part * part_stride + plane * (K // 4)
-                    if whole:
-                        bits = tl.load(at)
-                    else:
-                        bits = tl.load(at, mask=(element < K // 4 - k // 4)[:, None], other=0)
+                    bits = _load(at, (element < K // 4 - k // 4)[:, None], whole)
                     sums = tl.dot(weights, _operand(bits, MULTIPLY), sums)
             words_at += BLOCK_K // 8
             scales_at += BLOCK_K // 32
@@ -252,17 +256,10 @@ def _sums(
         words_at = words + rows[:, None] * (K // 2) + byte[None, :]
         x_at = x + x_rows[None, :] * K + column[:, None]
         for k in range(0, K, BLOCK_K):
-            if whole:
-                codes = tl.load(words_at)
-                bytes = tl.load(scales_at)
-            else:
-                codes = tl.load(words_at, mask=(byte < K // 2 - k // 2)[None, :], other=0)
-                bytes = tl.load(scales_at, mask=(groups < K // 32 - k // 32)[None, :], other=0)
+            codes = _load(words_at, (byte < K // 2 - k // 2)[None, :], whole)
+            bytes = _load(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
             for part in tl.static_range(PARTS):
-                if whole:
-                    bits = tl.load(x_at + part * part_stride)
-                else:
-                    bits = tl.load(x_at + part * part_stride, mask=(column < K - k)[:, None], other=0)
+                bits = _load(x_at + part * part_stride, (column < K - k)[:, None], whole)
                 operand = bits.to(tl.bfloat16, bitcast=True)
                 sums = tl.dot_scaled(codes, bytes, "e2m1", operand, None, "bf16", sums)
             words_at += BLOCK_K // 2
@@ -298,7 +295,7 @@ def _act(
     GATE_CAP: tl.constexpr,
 ):
     """act(min(gate, gate_max)) cut at act_max, as `activations` states it. NaN stays NaN."""
-    if GATE_MAX < float("inf"):
+    if GATE_MAX != _UNLIMITED:
         gate = tl.where(gate > GATE_MAX, GATE_MAX, gate)
     if KIND == "sigmoid":
         value = _soft_cap(gate, GATE_CAP) / (1 + tl.exp2(gate * (-ALPHA * _LOG2_E)))
@@ -310,21 +307,21 @@ def _act(
         value = tl.where(gate < 0, 0.0, gate * gate)
     else:
         value = tl.where(gate < 0, 0.0, gate)
-    if ACT_MAX < float("inf"):
+    if ACT_MAX != _UNLIMITED:
         value = tl.where(value > ACT_MAX, ACT_MAX, value)
     return value
 
 
 @triton.jit
 def _cut_up(up, UP_MAX: tl.constexpr, UP_CAP: tl.constexpr, UP_ADD: tl.constexpr):
-    if UP_MAX < float("inf"):
+    if UP_MAX != _UNLIMITED:
         up = tl.where(up > UP_MAX, UP_MAX, tl.where(up < -UP_MAX, -UP_MAX, up))
     return _soft_cap(up, UP_CAP) + UP_ADD
 
 
 @triton.jit
 def _first_rows(tile, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Rows of the first projection that a tile computes: eight gates, then the eight ups of the same outputs, and so on.
+    """Rows of the first projection that a tile computes: eight gates, the eight ups of the same outputs, and so on.
 
     Both of a pair are then in one thread. A row past the end is a row before it; nothing of it is stored.
     """
@@ -598,12 +595,8 @@ def _row_sums(
     x_at = x + element
     sums = tl.zeros((BLOCK_ROWS, BLOCK_K // 4), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        if whole:
-            codes = tl.load(words_at)
-            byte = tl.load(scales_at).to(tl.int32)
-        else:
-            codes = tl.load(words_at, mask=(word < K // 8 - k // 8)[None, :], other=0)
-            byte = tl.load(scales_at, mask=(group < K // 32 - k // 32)[None, :], other=0).to(tl.int32)
+        codes = _load(words_at, (word < K // 8 - k // 8)[None, :], whole)
+        byte = _load(scales_at, (group < K // 32 - k // 32)[None, :], whole).to(tl.int32)
         bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
         power = _spread(bits, BLOCK_K).to(tl.float32, bitcast=True)
         inner = tl.zeros((BLOCK_ROWS, BLOCK_K // 4), dtype=tl.float32)
@@ -613,10 +606,7 @@ def _row_sums(
             value = tl.zeros((BLOCK_K // 4,), dtype=tl.float32)
             for part in tl.static_range(PARTS):
                 at = x_at + part * part_stride + plane * (K // 4)
-                if whole:
-                    value += _float(tl.load(at))
-                else:
-                    value += _float(tl.load(at, mask=element < K // 4 - k // 4, other=0))
+                value += _float(_load(at, element < K // 4 - k // 4, whole))
             inner += weights * value[None, :]
         sums += inner * _side_by_side(power, power)
         words_at += BLOCK_K // 8
