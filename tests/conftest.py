@@ -4,6 +4,11 @@ E experts, N output features, K input features. The oracle for every decode is m
 hf_mxfp4; it gives float64, in which every product of a code and a scale is exact.
 """
 
+import os
+
+# Before Triton is imported by anything: its kernels are interpreted here, on tensors of the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import ml_dtypes
 import numpy as np
 import pytest

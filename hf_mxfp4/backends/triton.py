@@ -34,7 +34,7 @@ _OLDEST = (3, 4)
 _DEVICES = ("cuda", "xpu")
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _COLUMNS = 1024  # of activations or outputs that a program of `permute` or `mix` takes
-_MOST_SLOTS = 4096  # that a program of `route` reads at a time
+_MOST_SLOTS = 1024  # that a program of `route` reads at a time
 
 
 class Tile(NamedTuple):
@@ -164,7 +164,8 @@ def find_config(name: str, narrow: bool, tokens_per_expert: float, hidden: int, 
 
     Args:
         name: see `family`.
-        narrow: every scale byte is 1 to 128. `tl.dot_scaled` takes 0 for 0, so it is left out otherwise.
+        narrow: every scale byte is 1 to 128. Otherwise entries that say `narrow` are left out: `tl.dot_scaled` takes
+            byte 0 for 0, and large tiles run out of registers.
         tokens_per_expert: S / E.
         hidden: H, input features of the first projection.
         middle: I, input features of the second.
@@ -173,7 +174,7 @@ def find_config(name: str, narrow: bool, tokens_per_expert: float, hidden: int, 
         The configuration of the entry at the least distance, a doubling of a size counting as 1.
     """
     table = launch_table()
-    entries = [entry for entry in table[nearest_family(name, list(table))] if narrow or entry["route"] != "scaled"]
+    entries = [entry for entry in table[nearest_family(name, list(table))] if narrow or not entry.get("narrow")]
 
     def distance(entry: dict[str, Any]) -> float:
         far = abs(math.log2(max(tokens_per_expert, 1 / 1024) / entry["tokens_per_expert"]))

@@ -32,6 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _SIGNS = tl.constexpr(-0x7FFF8000)  # the signs of two bfloat16, as int32
 _MAGNITUDES = tl.constexpr(0x01C001C0)  # where the three bits of a code become two bits of exponent and one of fraction
 _INFINITY = tl.constexpr(0x7F800000)
+_HALF_OF_126 = tl.constexpr(9.223372036854775808e18)  # 2^63
 _UNLIMITED = tl.constexpr(float("inf"))
 
 
@@ -167,6 +168,14 @@ def _plane(words, factor, power, plane: tl.constexpr, NARROW: tl.constexpr, MULT
 
 
 @triton.jit
+def _times(weights, operand, sums, part: tl.constexpr, NARROW: tl.constexpr):
+    """Adds a product with one part of activations; infinite weights, of scales above 2^125, are for the first alone."""
+    if part > 0 and not NARROW:
+        weights = tl.where((weights < float("inf")) & (weights > float("-inf")), weights, 0.0)
+    return tl.dot(weights, operand, sums)
+
+
+@triton.jit
 def _both(bits):
     """bfloat16 bits in both halves of an int32."""
     return bits | (bits << 16)
@@ -246,7 +255,7 @@ def _sums(
                 for part in tl.static_range(PARTS):
                     at = x_at + part * part_stride + plane * (K // 4)
                     bits = _load(at, (element < K // 4 - k // 4)[:, None], whole)
-                    sums = tl.dot(weights, _operand(bits, MULTIPLY), sums)
+                    sums = _times(weights, _operand(bits, MULTIPLY), sums, part, NARROW)
             words_at += BLOCK_K // 8
             scales_at += BLOCK_K // 32
             x_at += BLOCK_K // 4
@@ -556,10 +565,10 @@ def transposed_projection(
             weights_3 = tl.trans(_plane(codes, factor, power, 3, NARROW, MULTIPLY))
             for part in tl.static_range(PARTS):
                 operand = _operand(tl.load(x_at + part * stride, mask=inside, other=0), MULTIPLY)
-                sums_0 = tl.dot(weights_0, operand, sums_0)
-                sums_1 = tl.dot(weights_1, operand, sums_1)
-                sums_2 = tl.dot(weights_2, operand, sums_2)
-                sums_3 = tl.dot(weights_3, operand, sums_3)
+                sums_0 = _times(weights_0, operand, sums_0, part, NARROW)
+                sums_1 = _times(weights_1, operand, sums_1, part, NARROW)
+                sums_2 = _times(weights_2, operand, sums_2, part, NARROW)
+                sums_3 = _times(weights_3, operand, sums_3, part, NARROW)
             words_at += BLOCK_ROWS * (K // 8)
             scales_at += BLOCK_ROWS * (K // 32)
             x_at += BLOCK_ROWS
@@ -585,7 +594,11 @@ def _row_sums(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows of one expert's weights times one row of activations, without a matrix instruction: float32 [BLOCK_ROWS]."""
+    """Rows of one expert's weights times one row of activations, without a matrix instruction: float32 [BLOCK_ROWS].
+
+    Half of the 2^126 that weights lack comes with the activations, half with the sum over their group, so that no
+    multiplication is spent on it for each weight: an activation of 2^64 or more is infinite, one below 2^-86 is 0.
+    """
     whole: tl.constexpr = K % BLOCK_K == 0
     word = tl.arange(0, BLOCK_K // 8)
     group = tl.arange(0, BLOCK_K // 32)
@@ -602,13 +615,13 @@ def _row_sums(
         inner = tl.zeros((BLOCK_ROWS, BLOCK_K // 4), dtype=tl.float32)
         for plane in tl.static_range(4):
             pairs = _pairs(codes, plane)
-            weights = _side_by_side(_first_float(pairs), _second_float(pairs)) * 8.507059173023462e37  # 2^126
+            weights = _side_by_side(_first_float(pairs), _second_float(pairs))
             value = tl.zeros((BLOCK_K // 4,), dtype=tl.float32)
             for part in tl.static_range(PARTS):
                 at = x_at + part * part_stride + plane * (K // 4)
                 value += _float(_load(at, element < K // 4 - k // 4, whole))
-            inner += weights * value[None, :]
-        sums += inner * _side_by_side(power, power)
+            inner += weights * (value * _HALF_OF_126)[None, :]
+        sums += inner * _HALF_OF_126 * _side_by_side(power, power)
         words_at += BLOCK_K // 8
         scales_at += BLOCK_K // 32
         x_at += BLOCK_K // 4
