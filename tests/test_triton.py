@@ -576,5 +576,3 @@ def test_devices_that_differ_are_named(layer):
     x, ids, weights = made.batch(2, 2)
     with pytest.raises(ValueError, match="tensors are on cpu and meta; expected one device"):
         ops._run_mlp(x, ids.to("meta"), weights, *made.projections, GPT_OSS, "float32", True, "triton")
-
-

@@ -34,7 +34,7 @@ _OLDEST = (3, 4)
 _DEVICES = ("cuda", "xpu")
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _COLUMNS = 1024  # of activations or outputs that a program of `permute` or `mix` takes
-_MOST_SLOTS = 1024  # that a program of `route` reads at a time
+_MOST_SLOTS = 512  # that a program of `route` reads at a time
 
 
 class Tile(NamedTuple):
