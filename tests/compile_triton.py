@@ -2,8 +2,8 @@
 
     python tests/compile_triton.py --targets sm_90 gfx942 --json codes.json
 
-The kernels are launched as `configs/launch.json` has them. Arguments
-are specialised as Triton does when it launches, so that loads are as wide and offsets as narrow. Neither a GPU nor a
+The kernels are launched as `configs/launch.json` has them, their arguments
+specialised as Triton does when it launches, so that loads are as wide and offsets as narrow. Neither a GPU nor a
 driver is needed. With TRITON_INTERPRET set Triton would not compile, so this runs in a process of its own, without it.
 
 What a loop of machine code has in it is divided by the weights of a pass of the source's loop. Compilers unroll loops,

@@ -5,6 +5,8 @@ compilers make of the kernels is looked at in test_triton_code.py, what a GPU co
 """
 
 import itertools
+import json
+import os
 import subprocess
 import sys
 
@@ -13,10 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mxfp4 import MXFP4Experts, mxfp4_expert_linear, ops, packed_report
+from hf_mxfp4 import MXFP4Experts, configs, mxfp4_expert_linear, ops, packed_report
 from hf_mxfp4.activations import Activation
 from hf_mxfp4.backends import choose, triton, unavailable
 from hf_mxfp4.backends.reference import Projection
+from hf_mxfp4.bench import tune
+from hf_mxfp4.cli import main
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
@@ -34,7 +38,7 @@ ACTIVATIONS = {
     "relu2 without a gate": Activation("relu2", gated=False),
 }
 LIMITS = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 5e-3}
-"""Norm of the error over norm of the result: of float32 sums, or of one rounding to the dtype on the way and one out."""
+"""Norm of the error over norm of the result: of float32 sums, or of a rounding on the way and one out."""
 
 
 def has_dot_scaled():
@@ -160,7 +164,8 @@ def test_every_shape(experts, tokens, top_k, hidden, inner, route, layer, use):
 @given(
     st.integers(1, 6), st.integers(1, 20), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5),
     st.sampled_from(list(ACTIVATIONS.values())), st.sampled_from(list(LIMITS)),
-    st.sampled_from([None, torch.bfloat16]), st.booleans(), st.sampled_from([("planes", 16), ("planes", 64), ("rows", 16)]),
+    st.sampled_from([None, torch.bfloat16]), st.booleans(),
+    st.sampled_from([("planes", 16), ("planes", 64), ("rows", 16)]),
 )  # fmt: skip
 def test_drawn_shapes(random_packed, decode, experts, tokens, top_k, h, i, activation, dtype, bias, narrow, route):
     made = Layer(random_packed, decode, activation, experts, 32 * h, 32 * i, bias)
@@ -303,7 +308,8 @@ def test_every_scale_byte_on_the_other_routes(route, decode, use, assert_same_bi
     blocks = torch.zeros(len(scales), 16, dtype=torch.uint8)
     blocks[:, 0] = torch.arange(16).repeat(len(bytes))
     rows = len(scales)
-    first = Projection(torch.zeros(1, 32, rows // 2, dtype=torch.uint8), torch.full((1, 32, rows // 32), 127, dtype=torch.uint8), torch.eye(1, 32))  # fmt: skip
+    zeros = torch.zeros(1, 32, rows // 2, dtype=torch.uint8), torch.ones(1, 32, rows // 32, dtype=torch.uint8)
+    first = Projection(*zeros, torch.eye(1, 32))
     second = Projection(blocks[None], scales[None, :, None], None)
     relu = Activation("relu", gated=False)
     got = ops.experts_mlp(
@@ -351,6 +357,16 @@ def test_float64_is_computed_in_float64(random_packed, use):
     blocks, scales = random_packed(2, 5, 64)
     arguments = torch.randn(3, 64, dtype=torch.float64), blocks, scales, torch.tensor([0, 2, 3])
     assert torch.equal(ops.grouped_linear(*arguments, backend="triton"), ops.grouped_linear(*arguments))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_gpu_without_matrix_units_multiplies_sorted_rows_in_plain_torch(transpose, random_packed, monkeypatch):
+    monkeypatch.setattr(triton, "family", lambda device: "sm_75")
+    blocks, scales = random_packed(2, 32, 64)
+    x = torch.randn(5, 32 if transpose else 64)
+    arguments = x, blocks, scales, torch.tensor([0, 3, 5])
+    got = ops.grouped_linear(*arguments, transpose=transpose, backend="triton")
+    assert torch.equal(got, ops.grouped_linear(*arguments, transpose=transpose))
 
 
 # Modules, compilers, and what is asked of a device
@@ -493,6 +509,9 @@ def test_entries_of_the_launch_table(name):
             assert entry["first"]["block_tokens"] == entry["second"]["block_tokens"]
     for narrow, tokens in itertools.product((False, True), (0.01, 1, 10, 1000)):
         config = triton.find_config(name, narrow, tokens, 2880, 2880)
+        tiled = triton.find_config(name, narrow, tokens, 2880, 2880, triton._TILED)
+        assert (tiled is None) == (name == "sm_75")
+        assert tiled is None or tiled.route in ("planes", "scaled")
         assert narrow or config.route != "scaled"
 
 
@@ -547,7 +566,6 @@ def test_what_is_said_where_there_is_no_gpu():
     )
     command = [sys.executable, "-c", code]
     environment = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    import os
 
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
@@ -576,3 +594,48 @@ def test_devices_that_differ_are_named(layer):
     x, ids, weights = made.batch(2, 2)
     with pytest.raises(ValueError, match="tensors are on cpu and meta; expected one device"):
         ops._run_mlp(x, ids.to("meta"), weights, *made.projections, GPT_OSS, "float32", True, "triton")
+
+
+# hf-mxfp4 tune
+
+
+def test_tune_writes_an_entry_that_is_then_found(tmp_path, capsys, monkeypatch):
+    table = tmp_path / "launch.json"
+    table.write_text(json.dumps(triton.launch_table()))
+    for _ in range(2):  # the second time in the place of the first
+        command = ["tune", "--shapes", "tiny", "--tokens", "2", "--device", "cpu", "--most", "5", "--quiet"]
+        assert main([*command, "--table", str(table)]) == 0
+    assert "interpreter, tiny, 2 tokens: " in capsys.readouterr().out
+    tuned = json.loads(table.read_text())
+    others = {name: entries for name, entries in tuned.items() if name != "interpreter"}
+    assert others == {name: e for name, e in triton.launch_table().items() if name != "interpreter"}
+    *old, entry = tuned["interpreter"]
+    assert old == triton.launch_table()["interpreter"]
+    monkeypatch.setattr(triton, "launch_table", lambda: tuned)
+    triton.find_config.cache_clear()
+    try:
+        found = triton.find_config("interpreter", True, 0.5, 64, 64)
+    finally:
+        triton.find_config.cache_clear()
+    assert (found.route, found.first._asdict()) == (entry["route"], entry["first"])
+    assert list(tmp_path.iterdir()) == [table]
+
+
+def test_tune_keeps_nothing_that_is_wrong(monkeypatch):
+    tiles = [("planes", TILE)]
+    monkeypatch.setattr(tune, "_expected", lambda layer: layer.x.double())
+    with pytest.raises(RuntimeError, match="no configuration for 2 tokens ran and was right on cpu"):
+        tune.tune(configs.shape("tiny"), 2, torch.device("cpu"), tiles, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "meta"], "nothing can be tuned on meta: it is for tensors on cpu and cuda and xpu"),
+        (["--device", "cpu", "--tokens", "0"], "--tokens and --most are at least 1"),
+        (["--device", "cpu", "--shapes", "gpt-5"], "shapes.json has no 'gpt-5'"),
+    ],
+)  # fmt: skip
+def test_tune_refuses_what_it_cannot_do(arguments, message, capsys):
+    assert main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -30,6 +30,7 @@ ROUTES = ("planes", "scaled", "rows", "dense")
 """How a batch is computed: by matrix instructions, weights decoded in four planes or by `tl.dot_scaled`; each slot by
 itself in float32; or by decoding one expert at a time for torch's own product."""
 
+_TILED = ("planes", "scaled")  # routes that multiply sorted rows
 _OLDEST = (3, 4)
 _DEVICES = ("cuda", "xpu")
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -159,7 +160,9 @@ def launch_table() -> dict[str, list[dict[str, Any]]]:
 
 
 @cache
-def find_config(name: str, narrow: bool, tokens_per_expert: float, hidden: int, middle: int) -> Config:
+def find_config(
+    name: str, narrow: bool, tokens_per_expert: float, hidden: int, middle: int, routes: tuple[str, ...] = ROUTES
+) -> Config | None:
     """The entry of the launch table that fits best.
 
     Args:
@@ -169,12 +172,17 @@ def find_config(name: str, narrow: bool, tokens_per_expert: float, hidden: int, 
         tokens_per_expert: S / E.
         hidden: H, input features of the first projection.
         middle: I, input features of the second.
+        routes: that will do.
 
     Returns:
-        The configuration of the entry at the least distance, a doubling of a size counting as 1.
+        The configuration of the entry at the least distance, a doubling of a size counting as 1, or None.
     """
     table = launch_table()
     entries = [entry for entry in table[nearest_family(name, list(table))] if narrow or not entry.get("narrow")]
+
+    entries = [entry for entry in entries if entry["route"] in routes]
+    if not entries:
+        return None
 
     def distance(entry: dict[str, Any]) -> float:
         far = abs(math.log2(max(tokens_per_expert, 1 / 1024) / entry["tokens_per_expert"]))
@@ -210,6 +218,11 @@ def _codes(blocks: Tensor, planes: bool) -> Tensor:
     if blocks.storage_offset() % 4 or blocks.data_ptr() % 4:
         blocks = blocks.clone()
     return blocks.view(torch.int32)
+
+
+def _operands(bits: Tensor, multiply: str) -> Tensor:
+    """Parts as matrix instructions take them. A cast in the kernel would bring them through registers."""
+    return bits if multiply == "interpreted" else bits.view(torch.bfloat16)
 
 
 def _power_of_2(number: int) -> int:
@@ -320,7 +333,8 @@ def experts_launches(
     ):
         _, features, groups = projection.scales.shape
         constants = {**shared, "N": features, "K": 32 * groups, **_tile_constants(tile)}
-        arguments = {"x": source, "words": _codes(projection.blocks, planes), "out": target, "slots": slots, **where}
+        operands = source if by_row else _operands(source, multiply)
+        arguments = {"x": operands, "words": _codes(projection.blocks, planes), "out": target, "slots": slots, **where}
         arguments["scales"] = projection.scales.contiguous()
         arguments["bias"] = None if projection.bias is None else _bits(projection.bias)
         if projection is first:
@@ -368,7 +382,7 @@ def linear_launches(
     )
     out = x.new_zeros(slots, 32 * groups if transpose else features)
     arguments = {
-        "x": permuted,
+        "x": _operands(permuted, multiply),
         "words": _codes(blocks, planes),
         "scales": scales.contiguous(),
         "table": table,
@@ -421,8 +435,8 @@ def grouped_linear(
         return x.new_zeros(x.shape[0], 2 * blocks.shape[2] if transpose else blocks.shape[1])
     name = family(x.device)
     sizes = (2 * blocks.shape[2], blocks.shape[1])
-    config = find_config(name, narrow, x.shape[0] / blocks.shape[0], *sizes)
-    if config.route in ("rows", "dense"):
+    config = find_config(name, narrow, x.shape[0] / blocks.shape[0], *sizes, _TILED)
+    if config is None:
         return reference.grouped_linear(x, blocks, scales, offsets, transpose, operand)
     if operand == "int8" and not transpose:
         x = reference.round_int8(x)
@@ -467,7 +481,7 @@ def experts_mlp(
     name = family(x.device)
     sizes = (x.shape[1], 2 * second.blocks.shape[2])
     config = find_config(name, narrow, ids.numel() / first.blocks.shape[0], *sizes)
-    if config.route == "dense":
+    if config is None or config.route == "dense":
         return _dense(x, ids, weights, first, second, activation)
     with _on(x.device):
         launches, out = experts_launches(

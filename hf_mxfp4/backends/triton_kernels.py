@@ -203,13 +203,11 @@ def _spread(groups, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _operand(bits, MULTIPLY: tl.constexpr):
-    """Activations' bits as what a product takes."""
+def _operand(values, MULTIPLY: tl.constexpr):
+    """Activations as what a product takes: bfloat16 as they were loaded, or float32 of bits where interpreted."""
     if MULTIPLY == "interpreted":
-        operand = _float(bits)
-    else:
-        operand = bits.to(tl.bfloat16, bitcast=True)
-    return operand
+        values = _float(values)
+    return values
 
 
 @triton.jit
@@ -231,7 +229,8 @@ def _sums(
 ):
     """Rows of one expert's weights times rows of activations: float32 [BLOCK_ROWS, BLOCK_TOKENS].
 
-    x: int16, where activations begin; x_rows: int64 [BLOCK_TOKENS]; part_stride: from one part to the next.
+    x: bfloat16 (int16 where interpreted, so below too), where activations begin; x_rows: int64 [BLOCK_TOKENS];
+    part_stride: from one part to the next.
     words: int32 for planes, uint8 otherwise, the expert's [N, K]; scales: uint8, the expert's [N, K / 32].
     rows: int32 [BLOCK_ROWS], of weights.
     """
@@ -269,8 +268,9 @@ def _sums(
             bytes = _load(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
             for part in tl.static_range(PARTS):
                 bits = _load(x_at + part * part_stride, (column < K - k)[:, None], whole)
-                operand = bits.to(tl.bfloat16, bitcast=True)
-                sums = tl.dot_scaled(codes, bytes, "e2m1", operand, None, "bf16", sums)
+                if MULTIPLY == "interpreted":
+                    bits = bits.to(tl.bfloat16, bitcast=True)
+                sums = tl.dot_scaled(codes, bytes, "e2m1", bits, None, "bf16", sums)
             words_at += BLOCK_K // 2
             scales_at += BLOCK_K // 32
             x_at += BLOCK_K
@@ -416,7 +416,7 @@ def first_projection(
 ):
     """The first projection and the activation: out[part, slot] = parts of act(W x[slot / k] + bias), places permuted.
 
-    x: int16 [PARTS, T, K]; words: [E, N, K]; scales: uint8 [E, N, K / 32]; bias: [E, N] or None.
+    x: bfloat16 [PARTS, T, K]; words: [E, N, K]; scales: uint8 [E, N, K / 32]; bias: [E, N] or None.
     order: int32 [S], the slot at each sorted position; out: int16 [PARTS, S, I].
     """
     ROW_TILES: tl.constexpr = (N + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -476,7 +476,7 @@ def second_projection(
 ):
     """A projection alone: out[slot] = (W x[slot] + bias) * weights[slot].
 
-    x: int16 [PARTS, S, K]; order: int32 [S], or None where slots are sorted already; weights: [S] or None;
+    x: bfloat16 [PARTS, S, K]; order: int32 [S], or None where slots are sorted already; weights: [S] or None;
     out: float32 [S, N].
     """
     ROW_TILES: tl.constexpr = (N + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -532,7 +532,7 @@ def transposed_projection(
 ):
     """A projection turned round, as a gradient goes: out[slot] = W^T x[slot], slots sorted.
 
-    x: int16 [PARTS, S, N], columns in their own order; out: float32 [S, K]. BLOCK_ROWS of N are summed at a time.
+    x: bfloat16 [PARTS, S, N], columns in their own order; out: float32 [S, K]. BLOCK_ROWS of N are summed at a time.
     """
     COLUMN_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     HALF: tl.constexpr = BLOCK_K // 4

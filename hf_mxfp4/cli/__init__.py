@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, demo, doctor
+from . import bench, demo, doctor, tune
 
-COMMANDS = {"bench": bench, "demo": demo, "doctor": doctor}
+COMMANDS = {"bench": bench, "demo": demo, "doctor": doctor, "tune": tune}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
