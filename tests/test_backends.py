@@ -15,11 +15,16 @@ from hf_mxfp4.cli import main
 MISSING = [name for name in BACKENDS if unavailable(name)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 def test_auto_finds_a_backend_and_says_why(device):
     choice = choose("auto", device)
     assert unavailable(choice.name, device) is None
-    assert ("native kernel, " if choice.name == "cpu" else f"plain torch on {device}: ") in choice.reason
+    reasons = {
+        "cpu": "native kernel, ",
+        "triton": "Triton kernels, interpreter",
+        "reference": f"plain torch on {device}: ",
+    }
+    assert choice.reason.startswith(reasons[choice.name])
 
 
 def test_asking_is_a_reason():
@@ -52,7 +57,7 @@ def test_unknown_names_raise_and_the_known_ones_are_listed():
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_backend_that_cannot_be_used_raises_and_says_why(name):
-    with pytest.raises(ValueError, match=f"backend is '{name}', but {unavailable(name)}"):
+    with pytest.raises(ValueError, match=f"backend is '{name}', but {unavailable(name, 'cpu')}"):
         choose(name, "cpu")
 
 

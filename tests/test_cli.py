@@ -113,7 +113,7 @@ def test_doctor_says_what_is_usable_and_why_not(capsys):
         "ok (>=5.17)",
         "reference            usable",
         f"cpu                  {unavailable('cpu') or 'usable'}",
-        "this version of hf_mxfp4 has no Triton kernels",
+        f"triton               {unavailable('triton') or 'usable in Triton'}",
         f"on cpu: {choice.name}, because {choice.reason}",
         "all that is needed",
     ):

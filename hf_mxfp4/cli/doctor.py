@@ -14,7 +14,7 @@ from .. import __version__, demo_model_path
 from ..backends import BACKEND_VARIABLE, BACKENDS, choose, cpu, unavailable
 
 _OPTIONAL = {
-    "triton": "GPU kernels of later versions: pip install triton",
+    "triton": "compiles the kernels for GPUs; torch for CUDA and ROCm brings its own",
     "compressed-tensors": "needed by stock Transformers, not by hf_mxfp4, to read checkpoints saved in that layout",
     "peft": "adapters on the dense parts of a model: pip install peft",
     "llama-cpp-python": "a peer in hf-mxfp4 bench: pip install 'hf_mxfp4[peers]', which compiles for minutes",
@@ -63,8 +63,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _usable(name: str) -> str:
-    if name != "cpu":
+    if name == "reference":
         return "usable on every device"
+    if name == "triton":
+        return "usable on GPUs" if unavailable(name, "cpu") else "usable in Triton's interpreter, for tests"
     variable = os.environ.get(cpu.ISA_VARIABLE)
     return f"usable on cpu, with {cpu.instruction_set()}; {cpu.ISA_VARIABLE} is {variable or 'not set'}"
 

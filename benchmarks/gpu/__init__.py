@@ -1,0 +1,1 @@
+"""What `gpu_check.py` runs on a GPU."""
