@@ -90,7 +90,8 @@ def test_import_loads_no_gpu_code_and_opens_no_socket():
         "socket.socket.connect = socket.getaddrinfo = lambda *a, **k: sys.exit('a socket was used')\n"
         "import hf_mxfp4\n"
         # torch._dynamo, which Transformers imports, imports Triton where it is installed
-        "bad = [m for m in ('hf_mxfp4.backends.triton_kernels', 'kernels', 'gguf', 'compressed_tensors', 'ml_dtypes') if m in sys.modules]\n"
+        "names = 'hf_mxfp4.backends.triton_kernels', 'kernels', 'gguf', 'compressed_tensors', 'ml_dtypes'\n"
+        "bad = [m for m in names if m in sys.modules]\n"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
