@@ -147,6 +147,7 @@ SHAPES = [
     pytest.param(3, 1, 5, 160, 96, id="K and N past a tile, neither a multiple of one"),
     pytest.param(2, 40, 2, 64, 32, id="more slots of an expert than a tile has"),
     pytest.param(40, 3, 2, 32, 32, id="more experts than slots"),
+    pytest.param(896, 2, 4, 32, 32, id="as many experts as any known model has"),
     pytest.param(2, 3, 7, 128, 128, id="an expert several times for a token, whole tiles"),
 ]
 

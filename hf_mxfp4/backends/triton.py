@@ -195,7 +195,7 @@ def find_config(
 
 
 def multiplication(name: str) -> str:
-    """How kernels multiply two bfloat16 on a family of devices, see `triton_kernels`."""
+    """How kernels multiply two bfloat16 on a family of devices, see `triton_decode`."""
     if name == "interpreter":
         return "interpreted"
     return "ptx" if name.startswith("sm_") else "float32"

@@ -1,23 +1,10 @@
 """Triton kernels of packed experts. Nothing here is checked, allocated or chosen: `triton.py` beside it does that.
 
 E experts, N output features (rows of weights), K input features, T tokens, k experts a token, S = T * k slots; slot
-t * k + j is token t's j-th choice. A word is the 32 bits of eight neighbouring weights of a row, code i at bit 4 i.
-
-Four planes. Shifted left by 12 - 4 j, a word has the codes j and j + 4 at the upper ends of its two halves: two shifts,
-two logical operations and one multiplication make two bfloat16 weights of it that already stand side by side. So the
-columns of activations, not the bytes of weights, are put into another order: plane j of four holds, word by word, the
-columns 8 w + j and 8 w + j + 4. Weights stand on the left of every product.
-
-Parts. Activations are held as bfloat16 bits, in as many parts as it takes for their sum to be what was given: one for
-bfloat16, two for float16 (8 + 3 bits), three for float32 (8 + 8 + 8). A weight is a bfloat16 in any case, products
-are exact in float32, and a weight that is decoded is multiplied by all parts.
+t * k + j is token t's j-th choice. How weights and activations are held is told in `triton_decode.py`.
 
 Tiles. Slots are sorted by expert and cut into tiles of BLOCK_TOKENS, none with two experts. `table` int32 [3, M] holds
 each tile's expert (-1 for none), its first sorted position, and the position after the expert's last.
-
-MULTIPLY says how two bfloat16 are multiplied, and is all that differs between interpreted and compiled code: "ptx",
-an instruction of NVIDIA's; "float32", for other GPUs; "interpreted", which leaves both factors in float32, because
-Triton's interpreter computes bfloat16 as the integers of its bits. In each the product is exact.
 """
 
 from __future__ import annotations
@@ -25,189 +12,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_decode import (
+    add_product,
+    apply_gate,
+    as_float,
+    as_operand,
+    cast_like,
+    first_float,
+    held_at,
+    load_inside,
+    plane_pairs,
+    plane_weights,
+    scale_factors,
+    second_float,
+    side_by_side,
+    spread_groups,
+    store_parts,
+)
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter, on tensors of any device, instead of being compiled."""
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_SIGNS = tl.constexpr(-0x7FFF8000)  # the signs of two bfloat16, as int32
-_MAGNITUDES = tl.constexpr(0x01C001C0)  # where the three bits of a code become two bits of exponent and one of fraction
-_INFINITY = tl.constexpr(0x7F800000)
 _HALF_OF_126 = tl.constexpr(9.223372036854775808e18)  # 2^63
-_UNLIMITED = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def _float(bits_or_value):
-    """float32 of float16 or float32 values, or of bfloat16 bits in int16."""
-    if bits_or_value.dtype == tl.int16:
-        value = (bits_or_value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        value = bits_or_value.to(tl.float32)
-    return value
-
-
-@triton.jit
-def _load(pointers, inside, WHOLE: tl.constexpr):
-    """What is there, 0 where it is not inside. WHOLE: all is."""
-    if WHOLE:
-        value = tl.load(pointers)
-    else:
-        value = tl.load(pointers, mask=inside, other=0)
-    return value
-
-
-@triton.jit
-def _round(value):
-    """Bits of the bfloat16 nearest to a float32, ties to even, as int16. The interpreter's own cast truncates."""
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(value != value, 0x7FC0, rounded).to(tl.int16)
-
-
-@triton.jit
-def _cast(value, like):
-    """A float32 as what is stored where `like` points: float32, float16 or bfloat16 bits."""
-    if like.dtype.element_ty == tl.int16:
-        cast = _round(value)
-    else:
-        cast = value.to(like.dtype.element_ty)
-    return cast
-
-
-@triton.jit
-def _store_parts(pointers, value, mask, stride, PARTS: tl.constexpr):
-    """Stores a float32 as bfloat16 parts, `stride` elements apart; what is not finite is the first part alone."""
-    for part in tl.static_range(PARTS):
-        if part == PARTS - 1:
-            bits = _round(value)
-        else:
-            whole = value.to(tl.int32, bitcast=True)
-            finite = (whole & _INFINITY) != _INFINITY
-            bits = tl.where(value != value, 0x7FC0, whole >> 16).to(tl.int16)
-            value = tl.where(finite, value - _float(bits), 0.0)
-        tl.store(pointers + part * stride, bits, mask=mask)
-
-
-@triton.jit
-def _place(column, K: tl.constexpr, PLANES: tl.constexpr):
-    """Where a column of activations is held."""
-    place = column
-    if PLANES:
-        place = (column % 4) * (K // 4) + column // 8 * 2 + column // 4 % 2
-    return place
-
-
-@triton.jit
-def _pairs(words, plane: tl.constexpr):
-    """Bits of two bfloat16 in each int32: the weights of a plane times 2^-126, the smallest a subnormal."""
-    if plane == 0:
-        shifted = words << 6
-    elif plane == 1:
-        shifted = words << 2
-    elif plane == 2:
-        shifted = words >> 2
-    else:
-        shifted = words >> 6
-    return ((words << (12 - 4 * plane)) & _SIGNS) | (shifted & _MAGNITUDES)
-
-
-@triton.jit
-def _twice(pairs, factor):
-    """Two bfloat16 products in each int32, by NVIDIA's instruction, which keeps subnormals; -0 is added."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-        "=r,r,r",
-        [pairs, factor],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _first_float(pairs):
-    return (pairs << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _second_float(pairs):
-    return (pairs & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _multiply(pairs, factor, MULTIPLY: tl.constexpr):
-    """Multiplies two bfloat16 in each int32 by the two in `factor`, both the same."""
-    if MULTIPLY == "ptx":
-        product = _twice(pairs, factor)
-    else:
-        wide = _second_float(factor)
-        first = (_first_float(pairs) * wide).to(tl.int32, bitcast=True)
-        second = (_second_float(pairs) * wide).to(tl.int32, bitcast=True)
-        product = ((first >> 16) & 0xFFFF) | (second & -0x10000)
-    return product
-
-
-@triton.jit
-def _side_by_side(first, second):
-    """[R, W] and [R, W] to [R, 2 W], elements taking turns."""
-    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
-
-
-@triton.jit
-def _plane(words, factor, power, plane: tl.constexpr, NARROW: tl.constexpr, MULTIPLY: tl.constexpr):
-    """The weights of a plane, [R, 2 W]: bfloat16, or float32 where interpreted."""
-    product = _multiply(_pairs(words, plane), factor, MULTIPLY)
-    if not NARROW:
-        product = _multiply(product, power, MULTIPLY)
-    if MULTIPLY == "interpreted":
-        weights = _side_by_side(_first_float(product), _second_float(product))
-    else:
-        halves = _side_by_side(product.to(tl.int16), (product >> 16).to(tl.int16))
-        weights = halves.to(tl.bfloat16, bitcast=True)
-    return weights
-
-
-@triton.jit
-def _times(weights, operand, sums, part: tl.constexpr, NARROW: tl.constexpr):
-    """Adds a product with one part of activations; infinite weights, of scales above 2^125, are for the first alone."""
-    if part > 0 and not NARROW:
-        weights = tl.where((weights < float("inf")) & (weights > float("-inf")), weights, 0.0)
-    return tl.dot(weights, operand, sums)
-
-
-@triton.jit
-def _both(bits):
-    """bfloat16 bits in both halves of an int32."""
-    return bits | (bits << 16)
-
-
-@triton.jit
-def _factors(scales, NARROW: tl.constexpr):
-    """What the weights of `_pairs` are multiplied by, and then by: 2^126 times the scale, if that is a bfloat16."""
-    byte = scales.to(tl.int32)
-    if NARROW:
-        factor = _both((byte + 126) << 7)
-        power = factor
-    else:
-        factor = tl.full(byte.shape, 0x7E807E80, tl.int32)
-        power = _both(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)))
-    return factor, power
-
-
-@triton.jit
-def _spread(groups, BLOCK_K: tl.constexpr):
-    """[R, BLOCK_K / 32] to [R, BLOCK_K / 8]: what a group of 32 weights has, for each of its four words."""
-    rows: tl.constexpr = groups.shape[0]
-    spread = tl.broadcast_to(groups[:, :, None], (rows, BLOCK_K // 32, 4))
-    return tl.reshape(spread, (rows, BLOCK_K // 8))
-
-
-@triton.jit
-def _operand(values, MULTIPLY: tl.constexpr):
-    """Activations as what a product takes: bfloat16 as they were loaded, or float32 of bits where interpreted."""
-    if MULTIPLY == "interpreted":
-        values = _float(values)
-    return values
 
 
 @triton.jit
@@ -244,17 +70,17 @@ def _sums(
         words_at = words + rows[:, None] * (K // 8) + word[None, :]
         x_at = x + x_rows[None, :] * K + element[:, None]
         for k in range(0, K, BLOCK_K):
-            codes = _load(words_at, (word < K // 8 - k // 8)[None, :], whole)
-            bytes = _load(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
-            factor, power = _factors(bytes, NARROW)
-            factor = _spread(factor, BLOCK_K)
-            power = _spread(power, BLOCK_K)
+            codes = load_inside(words_at, (word < K // 8 - k // 8)[None, :], whole)
+            bytes = load_inside(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
+            factor, power = scale_factors(bytes, NARROW)
+            factor = spread_groups(factor, BLOCK_K)
+            power = spread_groups(power, BLOCK_K)
             for plane in tl.static_range(4):
-                weights = _plane(codes, factor, power, plane, NARROW, MULTIPLY)
+                weights = plane_weights(codes, factor, power, plane, NARROW, MULTIPLY)
                 for part in tl.static_range(PARTS):
                     at = x_at + part * part_stride + plane * (K // 4)
-                    bits = _load(at, (element < K // 4 - k // 4)[:, None], whole)
-                    sums = _times(weights, _operand(bits, MULTIPLY), sums, part, NARROW)
+                    bits = load_inside(at, (element < K // 4 - k // 4)[:, None], whole)
+                    sums = add_product(weights, as_operand(bits, MULTIPLY), sums, part, NARROW)
             words_at += BLOCK_K // 8
             scales_at += BLOCK_K // 32
             x_at += BLOCK_K // 4
@@ -264,10 +90,10 @@ def _sums(
         words_at = words + rows[:, None] * (K // 2) + byte[None, :]
         x_at = x + x_rows[None, :] * K + column[:, None]
         for k in range(0, K, BLOCK_K):
-            codes = _load(words_at, (byte < K // 2 - k // 2)[None, :], whole)
-            bytes = _load(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
+            codes = load_inside(words_at, (byte < K // 2 - k // 2)[None, :], whole)
+            bytes = load_inside(scales_at, (groups < K // 32 - k // 32)[None, :], whole)
             for part in tl.static_range(PARTS):
-                bits = _load(x_at + part * part_stride, (column < K - k)[:, None], whole)
+                bits = load_inside(x_at + part * part_stride, (column < K - k)[:, None], whole)
                 if MULTIPLY == "interpreted":
                     bits = bits.to(tl.bfloat16, bitcast=True)
                 sums = tl.dot_scaled(codes, bytes, "e2m1", bits, None, "bf16", sums)
@@ -275,57 +101,6 @@ def _sums(
             scales_at += BLOCK_K // 32
             x_at += BLOCK_K
     return sums
-
-
-@triton.jit
-def _tanh(z):
-    """By its series near 0, where the quotient of exponentials cancels."""
-    square = z * z
-    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    decay = tl.exp2(tl.abs(z) * (-2 * _LOG2_E))
-    quotient = (1 - decay) / (1 + decay)
-    return tl.where(square < 0.0625, z * series, tl.where(z < 0, -quotient, quotient))
-
-
-@triton.jit
-def _soft_cap(value, CAP: tl.constexpr):
-    if CAP != 0:
-        value = _tanh(value / CAP) * CAP
-    return value
-
-
-@triton.jit
-def _act(
-    gate,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    GATE_MAX: tl.constexpr,
-    ACT_MAX: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-):
-    """act(min(gate, gate_max)) cut at act_max, as `activations` states it. NaN stays NaN."""
-    if GATE_MAX != _UNLIMITED:
-        gate = tl.where(gate > GATE_MAX, GATE_MAX, gate)
-    if KIND == "sigmoid":
-        value = _soft_cap(gate, GATE_CAP) / (1 + tl.exp2(gate * (-ALPHA * _LOG2_E)))
-    elif KIND == "gelu":
-        value = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
-        value = 0.5 * gate * (1 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
-    elif KIND == "relu2":
-        value = tl.where(gate < 0, 0.0, gate * gate)
-    else:
-        value = tl.where(gate < 0, 0.0, gate)
-    if ACT_MAX != _UNLIMITED:
-        value = tl.where(value > ACT_MAX, ACT_MAX, value)
-    return value
-
-
-@triton.jit
-def _cut_up(up, UP_MAX: tl.constexpr, UP_CAP: tl.constexpr, UP_ADD: tl.constexpr):
-    if UP_MAX != _UNLIMITED:
-        up = tl.where(up > UP_MAX, UP_MAX, tl.where(up < -UP_MAX, -UP_MAX, up))
-    return _soft_cap(up, UP_CAP) + UP_ADD
 
 
 @triton.jit
@@ -345,32 +120,6 @@ def _first_rows(tile, N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.cons
     else:
         rows = tl.minimum(tile * BLOCK_ROWS + row, N - 1)
     return rows
-
-
-@triton.jit
-def _gate(
-    sums,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    GATE_MAX: tl.constexpr,
-    ACT_MAX: tl.constexpr,
-    UP_MAX: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
-    UP_ADD: tl.constexpr,
-):
-    """What goes into the second projection, of sums in the order of `_first_rows`."""
-    if GATED:
-        rows: tl.constexpr = sums.shape[0]
-        columns: tl.constexpr = sums.shape[1]
-        pairs = tl.permute(tl.reshape(sums, (rows // 16, 2, 8, columns)), (0, 2, 3, 1))
-        gate, up = tl.split(pairs)
-        value = _act(gate, KIND, ALPHA, GATE_MAX, ACT_MAX, GATE_CAP) * _cut_up(up, UP_MAX, UP_CAP, UP_ADD)
-        value = tl.reshape(value, (rows // 2, columns))
-    else:
-        value = _act(sums, KIND, ALPHA, GATE_MAX, ACT_MAX, GATE_CAP)
-    return value
 
 
 @triton.jit
@@ -444,12 +193,12 @@ def first_projection(
             BLOCK_K,
         )
         if bias is not None:
-            sums += _float(tl.load(bias + expert.to(tl.int64) * N + rows))[:, None]
-        value = _gate(sums, GATED, KIND, ALPHA, GATE_MAX, ACT_MAX, UP_MAX, GATE_CAP, UP_CAP, UP_ADD)
+            sums += as_float(tl.load(bias + expert.to(tl.int64) * N + rows))[:, None]
+        value = apply_gate(sums, GATED, KIND, ALPHA, GATE_MAX, ACT_MAX, UP_MAX, GATE_CAP, UP_CAP, UP_ADD)
         column = row_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        pointers = out + slot[None, :] * MIDDLE + _place(column, MIDDLE, PLANES)[:, None]
+        pointers = out + slot[None, :] * MIDDLE + held_at(column, MIDDLE, PLANES)[:, None]
         mask = alive[None, :] & (column < MIDDLE)[:, None]
-        _store_parts(pointers, value, mask, slots.to(tl.int64) * MIDDLE, PARTS)
+        store_parts(pointers, value, mask, slots.to(tl.int64) * MIDDLE, PARTS)
 
 
 @triton.jit(do_not_specialize=["tiles", "slots"])
@@ -506,9 +255,9 @@ def second_projection(
             BLOCK_K,
         )
         if bias is not None:
-            sums += _float(tl.load(bias + expert.to(tl.int64) * N + rows))[:, None]
+            sums += as_float(tl.load(bias + expert.to(tl.int64) * N + rows))[:, None]
         if weights is not None:
-            sums *= _float(tl.load(weights + slot, mask=alive, other=0))[None, :]
+            sums *= as_float(tl.load(weights + slot, mask=alive, other=0))[None, :]
         tl.store(out + slot[None, :] * N + row[:, None], sums, mask=alive[None, :] & (row < N)[:, None])
 
 
@@ -556,19 +305,19 @@ def transposed_projection(
         for n in range(0, N, BLOCK_ROWS):
             inside = (row < N - n)[:, None]
             codes = tl.load(words_at, mask=inside, other=0)
-            factor, power = _factors(tl.load(scales_at, mask=inside, other=0), NARROW)
-            factor = _spread(factor, BLOCK_K)
-            power = _spread(power, BLOCK_K)
-            weights_0 = tl.trans(_plane(codes, factor, power, 0, NARROW, MULTIPLY))
-            weights_1 = tl.trans(_plane(codes, factor, power, 1, NARROW, MULTIPLY))
-            weights_2 = tl.trans(_plane(codes, factor, power, 2, NARROW, MULTIPLY))
-            weights_3 = tl.trans(_plane(codes, factor, power, 3, NARROW, MULTIPLY))
+            factor, power = scale_factors(tl.load(scales_at, mask=inside, other=0), NARROW)
+            factor = spread_groups(factor, BLOCK_K)
+            power = spread_groups(power, BLOCK_K)
+            weights_0 = tl.trans(plane_weights(codes, factor, power, 0, NARROW, MULTIPLY))
+            weights_1 = tl.trans(plane_weights(codes, factor, power, 1, NARROW, MULTIPLY))
+            weights_2 = tl.trans(plane_weights(codes, factor, power, 2, NARROW, MULTIPLY))
+            weights_3 = tl.trans(plane_weights(codes, factor, power, 3, NARROW, MULTIPLY))
             for part in tl.static_range(PARTS):
-                operand = _operand(tl.load(x_at + part * stride, mask=inside, other=0), MULTIPLY)
-                sums_0 = _times(weights_0, operand, sums_0, part, NARROW)
-                sums_1 = _times(weights_1, operand, sums_1, part, NARROW)
-                sums_2 = _times(weights_2, operand, sums_2, part, NARROW)
-                sums_3 = _times(weights_3, operand, sums_3, part, NARROW)
+                operand = as_operand(tl.load(x_at + part * stride, mask=inside, other=0), MULTIPLY)
+                sums_0 = add_product(weights_0, operand, sums_0, part, NARROW)
+                sums_1 = add_product(weights_1, operand, sums_1, part, NARROW)
+                sums_2 = add_product(weights_2, operand, sums_2, part, NARROW)
+                sums_3 = add_product(weights_3, operand, sums_3, part, NARROW)
             words_at += BLOCK_ROWS * (K // 8)
             scales_at += BLOCK_ROWS * (K // 32)
             x_at += BLOCK_ROWS
@@ -608,20 +357,20 @@ def _row_sums(
     x_at = x + element
     sums = tl.zeros((BLOCK_ROWS, BLOCK_K // 4), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        codes = _load(words_at, (word < K // 8 - k // 8)[None, :], whole)
-        byte = _load(scales_at, (group < K // 32 - k // 32)[None, :], whole).to(tl.int32)
+        codes = load_inside(words_at, (word < K // 8 - k // 8)[None, :], whole)
+        byte = load_inside(scales_at, (group < K // 32 - k // 32)[None, :], whole).to(tl.int32)
         bits = tl.where(byte == 0, 0x400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
-        power = _spread(bits, BLOCK_K).to(tl.float32, bitcast=True)
+        power = spread_groups(bits, BLOCK_K).to(tl.float32, bitcast=True)
         inner = tl.zeros((BLOCK_ROWS, BLOCK_K // 4), dtype=tl.float32)
         for plane in tl.static_range(4):
-            pairs = _pairs(codes, plane)
-            weights = _side_by_side(_first_float(pairs), _second_float(pairs))
+            pairs = plane_pairs(codes, plane)
+            weights = side_by_side(first_float(pairs), second_float(pairs))
             value = tl.zeros((BLOCK_K // 4,), dtype=tl.float32)
             for part in tl.static_range(PARTS):
                 at = x_at + part * part_stride + plane * (K // 4)
-                value += _float(_load(at, element < K // 4 - k // 4, whole))
+                value += as_float(load_inside(at, element < K // 4 - k // 4, whole))
             inner += weights * (value * _HALF_OF_126)[None, :]
-        sums += inner * _HALF_OF_126 * _side_by_side(power, power)
+        sums += inner * _HALF_OF_126 * side_by_side(power, power)
         words_at += BLOCK_K // 8
         scales_at += BLOCK_K // 32
         x_at += BLOCK_K // 4
@@ -677,11 +426,11 @@ def first_rows(
             BLOCK_K,
         )
         if bias is not None:
-            sums += _float(tl.load(bias + expert * N + rows))
-        value = _gate(sums[:, None], GATED, KIND, ALPHA, GATE_MAX, ACT_MAX, UP_MAX, GATE_CAP, UP_CAP, UP_ADD)
+            sums += as_float(tl.load(bias + expert * N + rows))
+        value = apply_gate(sums[:, None], GATED, KIND, ALPHA, GATE_MAX, ACT_MAX, UP_MAX, GATE_CAP, UP_CAP, UP_ADD)
         column = row_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        pointers = out + slot * MIDDLE + _place(column, MIDDLE, True)[:, None]
-        _store_parts(pointers, value, (column < MIDDLE)[:, None], slots.to(tl.int64) * MIDDLE, PARTS)
+        pointers = out + slot * MIDDLE + held_at(column, MIDDLE, True)[:, None]
+        store_parts(pointers, value, (column < MIDDLE)[:, None], slots.to(tl.int64) * MIDDLE, PARTS)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -721,8 +470,8 @@ def second_rows(
             BLOCK_K,
         )
         if bias is not None:
-            sums += _float(tl.load(bias + expert * N + rows))
-        tl.store(out + slot * N + row, sums * _float(tl.load(weights + slot)), mask=row < N)
+            sums += as_float(tl.load(bias + expert * N + rows))
+        tl.store(out + slot * N + row, sums * as_float(tl.load(weights + slot)), mask=row < N)
 
 
 @triton.jit
@@ -756,9 +505,9 @@ def _permute(x, out, tokens, item, K: tl.constexpr, PARTS: tl.constexpr, PLANES:
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     column = item % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     start = (item // BLOCKS).to(tl.int64) * K
-    value = _float(tl.load(x + start + column, mask=column < K, other=0))
-    pointers = out + start + _place(column, K, PLANES)
-    _store_parts(pointers, value, column < K, tokens.to(tl.int64) * K, PARTS)
+    value = as_float(tl.load(x + start + column, mask=column < K, other=0))
+    pointers = out + start + held_at(column, K, PLANES)
+    store_parts(pointers, value, column < K, tokens.to(tl.int64) * K, PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -853,4 +602,4 @@ def mix(partial, ids, out, E: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr
         id = tl.load(ids + token * TOP_K + j)
         if (id >= 0) & (id < E):
             sums += tl.load(partial + (token * TOP_K + j) * N + column, mask=column < N, other=0.0)
-    tl.store(out + token * N + column, _cast(sums, out), mask=column < N)
+    tl.store(out + token * N + column, cast_like(sums, out), mask=column < N)
