@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+IS_OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
 GROUPS = (
@@ -69,6 +70,7 @@ def test_machine_code(target, codes):
             assert row["matrix_instructions"], f"{what} has no matrix instruction"
 
 
+@pytest.mark.skipif(IS_OLD, reason="the limits are of Triton 3.9")
 @pytest.mark.parametrize("target", TARGETS)
 def test_instructions_for_a_weight(target, codes):
     few, many, scaled = PER_WEIGHT[target]
