@@ -153,7 +153,7 @@ class PackedModule(nn.Module):
         return self
 
 
-_NARROW = 128  # the most distinct bytes from 1 on
+_NARROW = 128  # the largest byte of narrow scales
 PACKED_ATTRIBUTES = (
     "dense_class",
     "dense_dtype",

@@ -48,8 +48,8 @@ def codes(tmp_path_factory):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         runs.append(subprocess.Popen([*command, *group], env=environment, stderr=subprocess.PIPE, text=True))
     for run in runs:
-        assert run.communicate()[1] is not None
-        assert run.returncode == 0
+        errors = run.communicate()[1]
+        assert run.returncode == 0, errors
     return [row for number in range(len(GROUPS)) for row in json.loads((folder / f"{number}.json").read_text())]
 
 

@@ -138,16 +138,10 @@ def nearest_family(name: str, known: list[str]) -> str:
     """The family in the launch table whose entries a device uses: its own, or the nearest older one of its kind."""
     if name in known:
         return name
-    digits = "".join(character for character in name if character.isdigit() or character in "abcdef")
-    for prefix in ("sm_", "gfx"):
+    for prefix, base in (("sm_", 10), ("gfx", 16)):
         if name.startswith(prefix):
-            rank = int(digits.removeprefix("f") or "0", 16 if prefix == "gfx" else 10)
-            same = {
-                other: int(other.removeprefix(prefix), 16 if prefix == "gfx" else 10)
-                for other in known
-                if other.startswith(prefix)
-            }
-            older = [other for other, value in same.items() if value <= rank]
+            same = {other: int(other.removeprefix(prefix), base) for other in known if other.startswith(prefix)}
+            older = [other for other, rank in same.items() if rank <= int(name.removeprefix(prefix), base)]
             return max(older, key=same.__getitem__) if older else min(same, key=same.__getitem__)
     return "default"
 
@@ -178,9 +172,8 @@ def find_config(
         The configuration of the entry at the least distance, a doubling of a size counting as 1, or None.
     """
     table = launch_table()
-    entries = [entry for entry in table[nearest_family(name, list(table))] if narrow or not entry.get("narrow")]
-
-    entries = [entry for entry in entries if entry["route"] in routes]
+    known = table[nearest_family(name, list(table))]
+    entries = [entry for entry in known if entry["route"] in routes and (narrow or not entry.get("narrow"))]
     if not entries:
         return None
 
@@ -482,7 +475,7 @@ def experts_mlp(
     sizes = (x.shape[1], 2 * second.blocks.shape[2])
     config = find_config(name, narrow, ids.numel() / first.blocks.shape[0], *sizes)
     if config is None or config.route == "dense":
-        return _dense(x, ids, weights, first, second, activation)
+        return dense_experts(x, ids, weights, first, second, activation)
     with _on(x.device):
         launches, out = experts_launches(
             x, ids, weights, first, second, activation, config, narrow=narrow, multiply=multiplication(name)
@@ -492,7 +485,7 @@ def experts_mlp(
     return out
 
 
-def _dense(
+def dense_experts(
     x: Tensor, ids: Tensor, weights: Tensor, first: Projection, second: Projection, activation: Activation
 ) -> Tensor:
     """One expert at a time, decoded, by torch's own product."""

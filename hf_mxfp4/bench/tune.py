@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..backends import reference, triton
+from ..backends import triton
 from ..backends.reference import Projection
 from ..backends.triton import Config, Launch, Tile
-from ..routing import combine, gather, plan
 from .sides import ALPHA, CLAMPED_SWIGLU, LIMIT, Shape
 
 _LARGEST_ERROR = 1e-2
@@ -158,13 +157,8 @@ def _ranked(times: dict[tuple[str, int], dict[Tile, tuple[float, float, float]]]
 
 
 def _expected(layer: Layer) -> Tensor:
-    """By the reference backend, float64 [T, H]."""
-    slots = plan(layer.ids, layer.first.blocks.shape[0])
-    rows = gather(layer.x, slots).double()
-    for projection in (layer.first, layer.second):
-        rows = reference.grouped_linear(rows, *projection[:2], slots.offsets, False, "float32")
-        rows = layer.activation(rows) if projection is layer.first else rows
-    return combine(rows, slots, layer.weights.double())
+    """By the reference backend in float32, as float64 [T, H]."""
+    return triton.dense_experts(layer.x.float(), *layer[1:]).double()
 
 
 def _entry(config: Config, slots_per_expert: float, shape: Shape) -> dict[str, Any]:
