@@ -45,6 +45,12 @@ class Layout(NamedTuple):
         return ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
 
 
+INTERLEAVED = ("GptOssExperts",)
+"""Experts classes in which gate and up rows take turns; in all others every gate comes before every up."""
+
+INTERLEAVED_MODELS = ("gpt_oss",)
+"""What the configs of their models call themselves."""
+
 UNDECORATED = {
     "DbrxExperts": Layout(is_flat=True),
     "Llama4TextExperts": Layout(is_transposed=True, is_grouped=True),

@@ -27,11 +27,20 @@ def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
 
 
 class Source(NamedTuple):
-    """Where packed weights came from: the layout on disk, the dtypes there, and what made them what is held."""
+    """Where packed weights came from.
+
+    Attributes:
+        format: the layout on disk.
+        dtypes: of the tensors there.
+        conversion: what made them what is held.
+        loss: the error that this added to what was of few bits already: norm of the difference over norm of the
+            weights; None where bytes were kept, or weights were dense.
+    """
 
     format: str
     dtypes: tuple[str, ...]
     conversion: str
+    loss: float | None = None
 
 
 class PackedModule(nn.Module):

@@ -43,6 +43,7 @@ class ModuleReport:
         weights: number of expert weights.
         bytes: that they take, scales included, biases not.
         error: of the backend against an independent decode, relative (see `packed_report`); None if not checked.
+        loss: what requantizing another low-bit format added, see `packed.Source`; None where nothing was requantized.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModuleReport:
     weights: int
     bytes: int
     error: float | None = None
+    loss: float | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -187,6 +189,7 @@ def _packed_row(name: str, experts_class: type, modules: Sequence[PackedModule],
         weights=sum(2 * part.numel() for part in parts[::2]),
         bytes=sum(part.numel() for part in parts),
         error=error,
+        loss=max((m.source.loss for m in modules if m.source and m.source.loss is not None), default=None),
     )
 
 

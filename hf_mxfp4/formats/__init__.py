@@ -1,14 +1,17 @@
 """MXFP4 layouts on disk: what a file's tensors are called and shaped, and the way to canonical bytes and back.
 
 One module a layout, each with pure functions between the tensors that a file names and canonical `MXFP4Tensor`s (see
-`mxfp4`). Dialects that differ only in names are rows of `DIALECTS`. A new dialect is a row with its `decode`; what its
-config looks like, for reading and for writing, stands in `quantizer/config.py`.
+`mxfp4`). Dialects that differ only in names are rows of a module; `DIALECTS` has them all, see `base.Dialect`.
 
-    gpt-oss              {experts}.{proj}_blocks [E, N, K/32, 16], {experts}.{proj}_scales [E, N, K/32]
-    hf_mxfp4             {experts}.{proj}_blocks [E, N, K/2],      {experts}.{proj}_scales [E, N, K/32]
-    compressed-tensors   {experts}.{e}.{proj}.weight_packed [N, K/2], {experts}.{e}.{proj}.weight_scale [N, K/32]
+    per_expert   a tensor for each matrix of each expert: compressed-tensors, auto-round, quark, modelopt, mimo,
+                 deepseek-v4, ling
+    stacked      a tensor for all experts: gpt-oss, gpt-oss-original, hf_mxfp4, vllm
+    split        a tensor for all experts' gates, one for their ups: mlx
+    gguf         blocks of scale and codes together, in files of their own
+    nvfp4, q4_k  formats that are not MXFP4 and can be made so, with a loss
+    fp8          layers beside experts
 
-The tensors of a file decide; its config is not asked.
+The tensors of a file decide; its config tells dialects of the same tensors apart.
 """
 
 from __future__ import annotations
@@ -17,66 +20,132 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from ..mxfp4 import blocks_shape
-from . import per_expert, stacked
-from .base import CheckpointError, Dialect, TensorInfo
+from . import fp8, nvfp4, per_expert, split, stacked
+from .base import CheckpointError, Dialect, Name, TensorInfo
 
 __all__ = [
     "DIALECTS",
     "CheckpointError",
     "Dialect",
+    "Found",
+    "Name",
     "TensorInfo",
+    "claimed",
     "detect",
     "float_dtypes",
+    "is_activation_scale",
     "is_expert",
+    "named",
     "read_headers",
 ]
 
 
-DIALECTS = (stacked.GPT_OSS, stacked.HF_MXFP4, per_expert.COMPRESSED_TENSORS)
+DIALECTS: tuple[Dialect, ...] = (
+    stacked.GPT_OSS,
+    stacked.HF_MXFP4,
+    stacked.VLLM,
+    stacked.GPT_OSS_ORIGINAL,
+    *per_expert.ROWS,
+    split.MLX,
+    nvfp4.COMPRESSED_TENSORS,
+    nvfp4.MODELOPT,
+)
+"""Every dialect of safetensors files. Of those with the same tensors the first counts if no config says otherwise."""
 
-_CODE_DTYPES = ("U8", "I8")
-_SCALE_DTYPES = ("U8", "I8", "F8_E8M0")
+_READ_AS = {
+    "U8": ("U8", "I8", "F8_E8M0", "F4"),
+    "I8": ("U8", "I8", "F8_E8M0", "F4"),
+    "F8_E8M0": ("U8", "I8", "F8_E8M0"),
+    "U32": ("U32", "I32"),
+}
+"""The dtypes that hold what a dialect writes as another."""
+
 _INDEX_DTYPES = ("BOOL", "I16", "I32", "I64", "U16", "U32", "U64")
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
-_EXPERT = re.compile(r"(?:^|\.)experts?\.(\d+\.|.*proj)")
+_EXPERT = re.compile(r"(?:^|\.)(?:experts?|switch_mlp)\.(\d+\.|.*proj|w\d+_)|\.mlp\.mlp[12]_")
+_ACTIVATION_SCALE = re.compile(r"\.(?:input|output|k|v|q)_(?:global_)?(?:scale|zero_point|amax)$|_input_scale$")
 
 
-def detect(tensors: Mapping[str, TensorInfo]) -> Dialect | None:
+class Found(NamedTuple):
+    """What a checkpoint's tensors are held in.
+
+    Attributes:
+        dialect: of the experts; None for a checkpoint that holds no packed ones.
+        experts: the names of their codes.
+        layers: the dialect of each layer beside the experts that is packed, by the name of its codes.
+        fp8: the name of the scales of each FP8 weight beside the experts, by its own.
+    """
+
+    dialect: Dialect | None
+    experts: list[str]
+    layers: dict[str, Dialect]
+    fp8: dict[str, str]
+
+
+def named(name: str) -> Dialect | None:
+    """The dialect of that name."""
+    return next((row for row in DIALECTS if row.name == name), None)
+
+
+def claimed(config: Any) -> Dialect | None:
+    """The first dialect of MXFP4 that a checkpoint's `quantization_config` names."""
+    if not isinstance(config, Mapping):
+        return None
+    return next((row for row in DIALECTS if not row.is_lossy and row.claims(config)), None)
+
+
+def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None = None) -> Found:
     """Finds the dialect in which a checkpoint holds its experts.
 
     Args:
         tensors: every tensor of the checkpoint by name.
+        config: its `quantization_config`, which decides between dialects of the same tensors.
 
     Returns:
-        The dialect, or None for a checkpoint that holds no MXFP4 experts.
+        The dialect of its experts, and what other layers are held in.
 
     Raises:
         CheckpointError: experts in more than one dialect, a tensor of codes without its scales or the reverse, or a
             pair whose shapes do not fit.
     """
     found: dict[Dialect, str] = {}
+    experts: list[str] = []
+    layers: dict[str, Dialect] = {}
     owned: set[str] = set()
     for name, info in tensors.items():
-        row = _row_of(name, info)
+        row = _row_of(name, info, tensors, config or {})
         if row is None:
             continue
-        owned |= {name, _check_pair(name, info, row, tensors)}
+        owned.update(row.siblings(name))
         if is_expert(name):
             found.setdefault(row, name)
+            experts.append(name)
+        else:
+            layers[name] = row
     if len(found) > 1:
         examples = ", ".join(f"{name} ({row.name})" for row, name in found.items())
         raise CheckpointError(f"this checkpoint holds experts in more than one layout: {examples}")
-    _check_the_rest({name: info for name, info in tensors.items() if name not in owned})
-    return next(iter(found), None)
+    if len(set(layers.values())) > 1:
+        examples = ", ".join(sorted({row.name for row in layers.values()}))
+        raise CheckpointError(f"this checkpoint holds layers beside its experts in more than one layout: {examples}")
+    scaled = _fp8_layers(tensors)
+    owned.update(scaled, scaled.values())
+    _check_the_rest({name: info for name, info in tensors.items() if name not in owned}, next(iter(found), None))
+    return Found(next(iter(found), None), experts, layers, scaled)
 
 
 def is_expert(name: str) -> bool:
     """Whether a tensor's name is one of routed experts."""
     return _EXPERT.search(name) is not None
+
+
+def is_activation_scale(name: str) -> bool:
+    """Whether a tensor is a scale that activations were to be rounded with, which weights do not need."""
+    return _ACTIVATION_SCALE.search(name) is not None
 
 
 def float_dtypes(tensors: Mapping[str, TensorInfo]) -> set[str]:
@@ -118,46 +187,100 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _row_of(name: str, info: TensorInfo) -> Dialect | None:
+def _row_of(
+    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> Dialect | None:
     """The dialect that a tensor of codes belongs to; None for any other tensor."""
-    rows = [
-        row for row in DIALECTS if name.endswith(row.blocks) and (row.layout == "per expert" or _EXPERT.search(name))
-    ]
-    fitting = [row for row in rows if row.block_dims == len(info.shape)]
-    if rows and info.dtype not in _CODE_DTYPES:
-        raise CheckpointError(f"{name} has dtype {info.dtype}; MXFP4 codes are U8, two a byte")
-    if rows and not fitting:
-        raise CheckpointError(f"{name} has shape {list(info.shape)}; expected {rows[0].block_dims} dimensions")
-    return fitting[0] if fitting else None
+    if info.dtype in _FLOAT_DTYPES and name.endswith(("weight", "bias")):  # most tensors of a dense checkpoint
+        return None
+    expert = is_expert(name)
+    rows = [row for row in DIALECTS if name.endswith(row.blocks) and (_is_layered(row) or expert)]
+    if not rows or (rows[0].blocks == ".weight" and info.dtype == fp8.DTYPE):
+        return None
+    whole = [row for row in rows if all(sibling in tensors for sibling in row.siblings(name))]
+    if not whole:
+        claims = [row for row in rows if row.claims(config)]
+        if rows[0].blocks != ".weight" or (expert and claims):
+            raise _missing((claims or rows)[0], name, tensors)
+        return None
+    # More tensors are more particular: NVFP4's have a third.
+    most = max(len(row.endings) for row in whole)
+    fitting = [row for row in whole if len(row.endings) == most]
+    fitting = _narrow(fitting, name, info, tensors)
+    return next((row for row in fitting if row.claims(config)), fitting[0])
 
 
-def _check_pair(name: str, info: TensorInfo, row: Dialect, tensors: Mapping[str, TensorInfo]) -> str:
-    """The name of the scales that belong to a tensor of codes, whose dtype and shape fit it."""
-    scales_name = name.removesuffix(row.blocks) + row.scales
-    scales = tensors.get(scales_name)
-    if scales is None:
-        raise CheckpointError(f"{scales_name} is missing from the checkpoint, which holds {name}")
-    if scales.dtype not in _SCALE_DTYPES:
-        raise CheckpointError(f"{scales_name} has dtype {scales.dtype}; scale bytes are U8 or F8_E8M0")
-    grouped = row.block_dims == len(scales.shape) + 1
-    fits = blocks_shape(scales.shape, grouped=grouped) if scales.shape else ()
-    if info.shape != fits:
+def _narrow(rows: list[Dialect], name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> list[Dialect]:
+    """The rows whose dtypes and shapes a weight's tensors have; CheckpointError if there are none."""
+    for i, sibling in enumerate(rows[0].siblings(name)):
+        found = {row: row.siblings(name)[i] for row in rows}
+        fitting = [row for row in rows if tensors[found[row]].dtype in _READ_AS.get(row.dtypes[i], (row.dtypes[i],))]
+        if not fitting:
+            what = "MXFP4 codes are U8, two a byte" if i == 0 else "scale bytes are U8 or F8_E8M0"
+            raise CheckpointError(f"{sibling} has dtype {tensors[found[rows[0]]].dtype}; {what}")
+        rows = fitting
+    dims = [row for row in rows if len(info.shape) in _dims(row, is_expert(name))]
+    if not dims:
+        raise CheckpointError(f"{name} has shape {list(info.shape)}; expected {rows[0].dims} dimensions")
+    scales_name = dims[0].siblings(name)[1]
+    scales = tensors[scales_name]
+    fits = [row for row in dims if scales.shape and info.shape == _codes_shape(row, info, scales.shape)]
+    if not fits:
+        expected = _codes_shape(dims[0], info, scales.shape) if scales.shape else ()
         raise CheckpointError(
-            f"{name} {list(info.shape)} does not fit {scales_name} {list(scales.shape)}; expected {list(fits)}"
+            f"{name} {list(info.shape)} does not fit {scales_name} {list(scales.shape)}; expected {list(expected)}"
         )
-    return scales_name
+    return fits
 
 
-def _check_the_rest(tensors: Mapping[str, TensorInfo]) -> None:
+def _is_layered(row: Dialect) -> bool:
+    """Whether other layers than experts can be packed in a dialect."""
+    return row.layout != "stacked"
+
+
+def _dims(row: Dialect, expert: bool) -> tuple[int, ...]:
+    return (row.dims,) if expert or row.layout == "per expert" else (2,)
+
+
+def _codes_shape(row: Dialect, info: TensorInfo, scales: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of codes for that of scales; codes that are stored as F4 count weights."""
+    *lead, width = row.codes_shape(scales)
+    return (*lead, 2 * width) if info.dtype == "F4" else (*lead, width)
+
+
+def _fp8_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """The FP8 weights beside experts, and the names of their scales."""
+    found = {}
+    for name, info in tensors.items():
+        if info.dtype == fp8.DTYPE and name.endswith(".weight") and not is_expert(name):
+            for ending in fp8.SCALE_ENDINGS:
+                scales = name.removesuffix(".weight") + ending
+                if scales in tensors and tensors[scales].dtype in fp8.SCALE_DTYPES:
+                    found[name] = scales
+    return found
+
+
+def _missing(row: Dialect, name: str, tensors: Mapping[str, TensorInfo]) -> CheckpointError:
+    lost = next(sibling for sibling in row.siblings(name) if sibling not in tensors)
+    return CheckpointError(f"{lost} is missing from the checkpoint, which holds {name}")
+
+
+def _check_the_rest(tensors: Mapping[str, TensorInfo], dialect: Dialect | None) -> None:
     """Raises for tensors in another low-bit format, and for scales of experts whose codes are lost."""
     for name, info in tensors.items():
+        if is_activation_scale(name):
+            continue
         for row in DIALECTS:
-            lost = name.removesuffix(row.scales) + row.blocks
-            if name.endswith(row.scales) and info.dtype in _SCALE_DTYPES and is_expert(name):
-                raise CheckpointError(f"{lost} is missing from the checkpoint, which holds {name}")
+            if name.endswith(row.scales) and info.dtype in ("U8", "F8_E8M0") and is_expert(name):
+                codes = name.removesuffix(row.scales) + row.blocks
+                if codes in tensors:
+                    raise CheckpointError(f"{codes} has dtype {tensors[codes].dtype}; MXFP4 codes are U8, two a byte")
+                raise CheckpointError(f"{codes} is missing from the checkpoint, which holds {name}")
+        if dialect is not None and is_expert(name) and name.endswith(dialect.blocks) and info.dtype in _READ_AS["U8"]:
+            raise _missing(dialect, name, tensors)
         low_bit = info.dtype not in _FLOAT_DTYPES and (is_expert(name) or info.dtype not in _INDEX_DTYPES)
         if low_bit and len(info.shape) >= 2:
             raise CheckpointError(
                 f"{name} is stored as {info.dtype}, a format that this version does not read; weights beside MXFP4"
-                f" experts are {', '.join(_FLOAT_DTYPES)}"
+                f" experts are {', '.join(_FLOAT_DTYPES)}, or FP8 with scales"
             )

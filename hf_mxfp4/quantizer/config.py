@@ -1,8 +1,8 @@
 """MXFP4Config: what a user asks for, and what a saved folder says of itself.
 
-In memory the method is "hf_mxfp4". A saved folder carries the config of the layout that it is written in (`mxfp4` or
-`compressed-tensors`), so that other software reads it as it reads any such folder, with one key more, `hf_mxfp4`,
-that this software knows and others pass over.
+In memory the method is "hf_mxfp4". A saved folder carries the config of the layout that it is written in (`mxfp4`,
+`compressed-tensors` and so on), so that other software reads it as it reads any such folder, with one key more,
+`hf_mxfp4`, that this software knows and others pass over.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import mxfp4
 from ..backends import BACKENDS
-from ..formats import DIALECTS, CheckpointError, Dialect, per_expert, stacked
+from ..formats import DIALECTS, CheckpointError, Dialect, claimed, per_expert
 from ..packed import ACTIVATIONS
 
 logger = logging.get_logger(__name__)
 
 METHOD = "hf_mxfp4"
 MARKER = "hf_mxfp4"
-SAVE_FORMATS = ("auto", *(row.name for row in DIALECTS))
+SAVE_FORMATS = ("auto", *(row.name for row in DIALECTS if row.encode is not None))
 
 _STORED_OPTIONS = ("scale_rule", "ties", "modules_to_not_convert")
 
@@ -57,11 +57,11 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
             modules_to_not_convert: names, prefixes or regular expressions of experts modules that stay dense.
             dequantize: load packed experts as dense ones, into the model's stock classes.
             backend: what runs packed experts, see `backends.choose`.
-            save_format: the layout that `save_pretrained` writes: "gpt-oss", "compressed-tensors", "hf_mxfp4", or
+            save_format: the layout that `save_pretrained` writes: one of `formats`' dialects that can be written, or
                 "auto": gpt-oss for gpt-oss models, compressed-tensors for models whose files hold one tensor an expert,
                 hf_mxfp4 for the rest.
-            requantize: load experts that a checkpoint holds in another low-bit format, which loses precision. No
-                such format is read by this version, so a checkpoint of one is refused either way.
+            requantize: load experts that a checkpoint holds in NVFP4 or Q4_K, which loses precision: they are decoded
+                and quantized anew. `packed_report` states the error that this added.
             activation: "int8" rounds activations to 8 bits and a step for each 32 before they are multiplied; "auto"
                 keeps them in bfloat16 or float32, whichever tokens have.
             unknown: anything else, refused.
@@ -119,8 +119,12 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         config._stored = dict(stored)
         return config
 
-    def check_stored(self) -> None:
-        """Raises CheckpointError if the checkpoint's own config names MXFP4-like weights that are not MXFP4."""
+    def check_stored(self, dialect: Dialect | None) -> None:
+        """Raises CheckpointError if the checkpoint's own config names MXFP4-like weights that are not MXFP4.
+
+        Args:
+            dialect: that its experts are in.
+        """
         stored = self._stored or {}
         marker = stored.get(MARKER)
         named = marker.get("format") if isinstance(marker, Mapping) else None
@@ -128,10 +132,12 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
             raise CheckpointError(f"the checkpoint's layout is {named!r}, which this version of hf_mxfp4 does not know")
         if stored.get("quant_method") != per_expert.COMPRESSED_TENSORS.name:
             return
-        if not names_mxfp4(stored):
-            formats = sorted({str(name) for name in _formats(stored) if name})
+        if dialect is not None and dialect.is_lossy:
+            return
+        if per_expert.FORMAT not in per_expert.formats(stored):
+            formats = sorted({str(name) for name in per_expert.formats(stored) if name})
             raise CheckpointError(f"the checkpoint's format is {', '.join(formats)}, not {per_expert.FORMAT}")
-        for name, group in _groups(stored).items():
+        for name, group in per_expert.groups(stored).items():
             weights = group.get("weights") or {}
             if group.get("format", per_expert.FORMAT) != per_expert.FORMAT or not isinstance(weights, Mapping):
                 continue
@@ -163,19 +169,26 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         return merged
 
     @property
+    def stored(self) -> dict[str, Any] | None:
+        """The checkpoint's own config, None for a checkpoint without one."""
+        return self._stored
+
+    @property
     def stored_method(self) -> str | None:
         """The method that the checkpoint's own config names, None for a checkpoint without one."""
         return None if self._stored is None else str(self._stored.get("quant_method"))
 
-    def write_as(self, dialect: Dialect) -> None:
-        """From now on `to_dict` is the config of a folder written in `dialect`."""
+    def write_as(self, dialect: Dialect, dense: list[str]) -> None:
+        """From now on `to_dict` is the config of a folder written in `dialect`.
+
+        Args:
+            dialect: of its experts.
+            dense: the names of linear layers beside experts, none of which is packed.
+        """
         marker = {"format": dialect.name, **{key: getattr(self, key) for key in _STORED_OPTIONS}}
-        if dialect == per_expert.COMPRESSED_TENSORS:
-            written = per_expert.config()
-        else:
-            written = {"quant_method": "mxfp4", "modules_to_not_convert": self.modules_to_not_convert}
-            if dialect == stacked.HF_MXFP4:
-                written["format"] = dialect.name
+        written = dialect.config(dense)
+        if "modules_to_not_convert" in written and written["modules_to_not_convert"] is None:
+            written["modules_to_not_convert"] = self.modules_to_not_convert
         self._written = {**written, MARKER: marker}
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,21 +205,7 @@ def is_marked(stored: Any) -> bool:
 
 def names_mxfp4(stored: Any) -> bool:
     """Whether a checkpoint's `quantization_config` names MXFP4 weights, in this software's dialects."""
-    if not isinstance(stored, Mapping):
-        return False
-    if stored.get("quant_method") == "mxfp4":
-        return True
-    return stored.get("quant_method") == per_expert.COMPRESSED_TENSORS.name and per_expert.FORMAT in _formats(stored)
-
-
-def _groups(stored: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    groups = stored.get("config_groups")
-    groups = groups if isinstance(groups, Mapping) else {}
-    return {name: group for name, group in groups.items() if isinstance(group, Mapping)}
-
-
-def _formats(stored: Mapping[str, Any]) -> list[Any]:
-    return [stored.get("format"), *(group.get("format") for group in _groups(stored).values())]
+    return claimed(stored) is not None
 
 
 def _check_patterns(patterns: Any) -> None:

@@ -27,6 +27,7 @@ from ..experts import MXFP4Experts
 from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError
 from ..packed import dtype_names
+from .rows import JoinRows
 from .task import FlatRows, KeepStack, Task, TaskConverter, check_shape, first, read
 
 _Part = tuple[str, tuple[Tensor, ...]]
@@ -54,9 +55,11 @@ class ExpertsConverter(TaskConverter):
         """Takes the patterns of the loader.
 
         Args:
-            source_patterns: of checkpoint keys. For packed experts first those of codes, then as many of scales.
+            source_patterns: of checkpoint keys. For low-bit experts first those of codes, then as many of scales, and
+                as many of what else the dialect has.
             target_pattern: of the parameter that the loader knows the projection by.
-            operations: the model's own, from one-expert lists to a stack; or one `KeepStack`.
+            operations: from one-expert lists to a stack, the model's own; or one `KeepStack`, or with it what joins
+                stacks.
             dense_targets: what the model's own conversion fills with them; the first is the projection.
             task: shared by all converters of the load.
         """
@@ -83,8 +86,10 @@ class ExpertsConverter(TaskConverter):
             pages.trim()  # what quantizing the projection before left free
         if isinstance(self.operations[0], FlatRows):
             return self._fill(module, name, self._read_flat(module, name, collected))
-        if isinstance(self.operations[0], KeepStack):
+        if isinstance(self.operations[0], KeepStack) and len(self.operations) == 1:
             return self._fill_from_stacks(module, name, collected)
+        if isinstance(self.operations[0], KeepStack):
+            return self._fill(module, name, self._read_split(module, name, collected))
         if self._joins_rows():
             return self._fill(module, name, self._read_rows(module, name, collected))
         if all(isinstance(op, STREAMED_OPS) for op in self.operations):
@@ -95,8 +100,9 @@ class ExpertsConverter(TaskConverter):
         """From one tensor that holds all experts, or one of codes and one of scales."""
         self._check_single(name, collected)
         stacks = [read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
-        if len(stacks) == 2 and isinstance(module, MXFP4Experts):
-            packed = self.task.decode(name, stacks[0], stacks[1])
+        dialect = self.task.dialect
+        if dialect is not None and not dialect.is_lossy and isinstance(module, MXFP4Experts):
+            packed = self.task.decode(name, module, stacks)
             check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
             return self._packed(module, name, packed, dtype_names(stacks))
         self._check_stacks(module, name, stacks)
@@ -121,6 +127,17 @@ class ExpertsConverter(TaskConverter):
                 filled |= self._fill(module, full, _whole(full, zip(*stacks, strict=True)))
         return filled
 
+    def _read_split(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
+        """Each expert's matrices from stacks of them."""
+        self._check_single(name, collected)
+        stacks = {pattern: read(collected.pop(pattern)[0]) for pattern in self.source_patterns}
+        self._check_stacks(module, name, list(stacks.values()))
+        for e in range(_routed(module)):
+            yield [
+                (f"{self.collected_keys[group[0]][0]}, expert {e}", tuple(stacks[pattern][e] for pattern in group))
+                for group in zip(*self._kinds(), strict=True)
+            ]
+
     def _read_flat(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
         """Each expert's rows from the tensors of a flat class."""
         proj, count = name.rpartition(".")[2], _routed(module)
@@ -141,7 +158,8 @@ class ExpertsConverter(TaskConverter):
     def _joins_rows(self) -> bool:
         """Whether the ops stack experts, and may join the matrices of one expert row by row, and no more."""
         merge, *rest = self.operations
-        joins = all(isinstance(op, Concatenate) and op.dim == 1 for op in rest) and len(rest) <= 1
+        joins = all(isinstance(op, JoinRows) or (isinstance(op, Concatenate) and op.dim == 1) for op in rest)
+        joins = joins and len(rest) <= 1
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and joins
 
     def _read_rows(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
@@ -179,23 +197,28 @@ class ExpertsConverter(TaskConverter):
         """From each expert's rows in turn: dense ones, or their codes and scales."""
         count, rows, columns = _canonical_shape(module, name)
         turned = _layout(module).is_transposed
+        takes_turns = any(isinstance(op, JoinRows) and op.takes_turns for op in self.operations)
         out: Any = None
         dtypes: tuple[str, ...] = ()
         for e in range(count):
             top = 0
-            for where, tensors in next(experts):
-                tensor = self._canonical(turned, where, tensors)
+            parts = next(experts)
+            for i, (where, tensors) in enumerate(parts):
+                tensor = self._canonical(module, where, tensors)
                 height = tensor.blocks.shape[0]
-                check_shape(tensor.blocks, (min(height, rows - top), columns // 2), where)
+                room = rows // len(parts) if takes_turns else min(height, rows - top)
+                check_shape(tensor.blocks, (room, columns // 2), where)
+                place = slice(i, None, len(parts)) if takes_turns else slice(top, top + height)
                 if out is None:
                     dtypes, out = dtype_names(tensors), self._room(module, name, tensor.blocks.device)
                 if isinstance(out, mxfp4.MXFP4Tensor):
-                    out.blocks[e, top : top + height], out.scales[e, top : top + height] = tensor
+                    out.blocks[e, place], out.scales[e, place] = tensor
                 else:
                     matrix = out[e].mT if turned else out[e]
-                    matrix[top : top + height] = tensor.dequantize(out.dtype)
+                    matrix[place] = tensor.dequantize(out.dtype)
                 top += height
                 del tensors, tensor  # before the next are read
+            del parts
             if top != rows:
                 raise CheckpointError(f"{name}, expert {e}: {top} rows in the checkpoint, {rows} in the model")
         return self._packed(module, name, out, dtypes) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
@@ -210,9 +233,10 @@ class ExpertsConverter(TaskConverter):
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
 
     def _kinds(self) -> list[list[str]]:
-        """Source patterns of dense weights; or of codes, and of scales."""
-        length = len(self.source_patterns) // (2 if self.task.dialect else 1)
-        return [self.source_patterns[:length], self.source_patterns[length:]][: 2 if self.task.dialect else 1]
+        """Source patterns of dense weights; or of codes, of scales, and of what else a dialect has."""
+        kinds = len(self.task.dialect.endings) if self.task.dialect else 1
+        length = len(self.source_patterns) // kinds
+        return [self.source_patterns[i * length : (i + 1) * length] for i in range(kinds)]
 
     def _run(
         self, tensors: dict[str, Any], patterns: list[str], extra: dict[str, Any], expected: tuple[int, ...] | None
@@ -253,10 +277,10 @@ class ExpertsConverter(TaskConverter):
     def _keys(self) -> str:
         return ", ".join(sorted(key for keys in self.layer_targets.values() for key in keys))
 
-    def _canonical(self, is_transposed: bool, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
-        if len(parts) == 2:
-            return self.task.decode(name, parts[0], parts[1])
-        matrix = parts[0].mT if is_transposed else parts[0]
+    def _canonical(self, module: nn.Module, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
+        if self.task.dialect is not None:
+            return self.task.decode(name, module, parts)
+        matrix = parts[0].mT if _layout(module).is_transposed else parts[0]
         mxfp4.check_width(matrix.shape, name)
         return ops.quantize(matrix, *self.task.rules, name=name)
 
@@ -264,7 +288,7 @@ class ExpertsConverter(TaskConverter):
         self, module: nn.Module, name: str, tensor: mxfp4.MXFP4Tensor, dtypes: tuple[str, ...]
     ) -> dict[str, Tensor]:
         assert isinstance(module, MXFP4Experts)
-        layout = "per expert" if any("*" in pattern for pattern in self.source_patterns) else "stacked"
+        layout = "per expert" if any(".*." in pattern for pattern in self.source_patterns) else "stacked"
         return self.task.hand_over(module, name, tensor, dtypes, layout)
 
 

@@ -24,19 +24,17 @@ from ..experts import MXFP4Experts, find_experts
 from ..families import PROJECTIONS, expert_lists, layout_of, projections, unpackable
 from ..formats import (
     CheckpointError,
-    Dialect,
+    Found,
     TensorInfo,
     detect,
     float_dtypes,
-    is_expert,
-    per_expert,
+    is_activation_scale,
     read_headers,
 )
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
 from . import plan, ties
 from .config import MXFP4Config, names_mxfp4
-from .linears import DecodeLinear
 from .task import Task, TaskConverter
 
 logger = logging.get_logger(__name__)
@@ -56,9 +54,12 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         """Takes a copy of the config, which is never changed; see `HfQuantizer` for the rest."""
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._task: Task | None = None
+        self._loading: list[WeightTransform] = []
         self._saving: list[WeightTransform] = []
         self._model_type = ""
         self._left_dense = False
+        self._dense_layers: list[str] = []
+        self._found = Found(None, [], {}, {})
 
     def _process_model_before_weight_loading(
         self,
@@ -69,7 +70,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     ) -> None:
         config = self.quantization_config
         tensors = read_headers(checkpoint_files or ())
-        dialect = self._detect(tensors)
+        found = self._detect(tensors)
+        dialect = found.dialect
         self.pre_quantized = dialect is not None
         experts = {**dict(find_experts(model)), **dict(_listed_linears(model))}
         converted = self._to_convert(model, experts)
@@ -79,7 +81,11 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._refuse_kernels(model, converted, use_kernels)
         self._model_type = model.config.model_type
         self._left_dense = len(converted) < len(experts)
-        self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [])
+        self._dense_layers = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in converted
+        ]
+        self._found = found
+        self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [], {})
         prefix = f"{model.base_model_prefix}."
         packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
         for name, module in experts.items():
@@ -92,11 +98,17 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
                     self._task.targets[alias] = (held, full)
 
-    def _detect(self, tensors: Mapping[str, TensorInfo]) -> Dialect | None:
+    def _detect(self, tensors: Mapping[str, TensorInfo]) -> Found:
         """How the checkpoint holds its experts; CheckpointError if that is nothing that this version reads."""
         config = self.quantization_config
-        dialect = detect(tensors)
-        config.check_stored()
+        found = detect(tensors, config.stored)
+        dialect = found.dialect
+        config.check_stored(dialect)
+        if dialect is not None and dialect.is_lossy and not config.requantize and not config.dequantize:
+            raise CheckpointError(
+                f"the checkpoint's experts are in {dialect.name}, which MXFP4 holds only with a loss; pass"
+                " MXFP4Config(requantize=True) to round them anew (packed_report states the error that this adds)"
+            )
         if dialect is None and names_mxfp4(config._stored):
             raise CheckpointError(
                 f"the checkpoint's config says {config.stored_method} with MXFP4 weights, but its files hold no packed"
@@ -107,12 +119,13 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 f"the checkpoint is quantized as {config.stored_method}, which this version does not load into MXFP4;"
                 " load a dense checkpoint, or this one without MXFP4Config"
             )
-        if any(info.dtype == "F8_E8M0" for info in tensors.values()) and not hasattr(HfQuantizer, "get_new_dtype"):
+        cast = next((i.dtype for i in tensors.values() if i.dtype in ("F8_E8M0", "F8_E4M3")), None)
+        if cast is not None and not hasattr(HfQuantizer, "get_new_dtype"):
             raise CheckpointError(
-                "the checkpoint stores scales as F8_E8M0, which Transformers before 5.21 casts to other values"
+                f"the checkpoint stores tensors as {cast}, which Transformers before 5.21 casts to other values"
             )
-        _tell_of_decoded_layers(tensors)
-        return dialect
+        _tell_of_decoded_layers(found)
+        return found
 
     def _to_convert(self, model: Any, experts: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """The experts modules that the config does not leave out; ValueError if there are none."""
@@ -184,8 +197,14 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if any(isinstance(module, PackedModule) for module, _ in task.targets.values()):
             wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
             dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
-            self.quantization_config.write_as(dialect)
-        return plan.for_loading(task, weight_conversions) + list(weight_conversions)
+            self.quantization_config.write_as(dialect, self._dense_layers)
+        self._loading = plan.for_loading(task, self._found, weight_conversions, self._block())
+        return self._loading + list(weight_conversions)
+
+    def _block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale in FP8 layers, where the checkpoint's config says so."""
+        size = (self.quantization_config.stored or {}).get("weight_block_size")
+        return tuple(size) if isinstance(size, list) and len(size) == 2 else None
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         task, config = self._task, self.quantization_config
@@ -196,7 +215,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             self.remove_quantization_config(model)
         else:
             # What was loaded by our own converters is not what is saved: packed projections have conversions of theirs.
-            used = [c for c in getattr(model, "_weight_conversions", []) if not _loads_packed(c)]
+            ours = {id(conversion) for conversion in self._loading}
+            used = [c for c in getattr(model, "_weight_conversions", []) if id(c) not in ours]
             if not any(projections(module) for module in model.modules()):
                 # Older versions of Transformers would apply a dense projection's renaming to packed ones.
                 used = [c for c in used if isinstance(c, WeightConverter) or not _fills(c, task)]
@@ -206,6 +226,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
         self._task = None
+        self._loading = []
 
     def _check_filled(self, model: Any, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
@@ -218,7 +239,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             blocks = {owner.rpartition(".")[0] for owner in owners} - {""}
             parameters = {name for name, _ in model.named_parameters()}
             lost += sorted(key for key in parameters & set(report.missing_keys) - set(lost) if _is_under(key, blocks))
-            surplus = sorted(key for key in report.unexpected_keys if _is_under(key, owners))
+            unexpected = [key for key in report.unexpected_keys if not is_activation_scale(key)]
+            surplus = sorted(key for key in unexpected if _is_under(key, owners))
             if surplus and not lost:
                 raise CheckpointError(f"the checkpoint holds experts that the model has no room for: {surplus[0]}")
         if not lost:
@@ -275,14 +297,15 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         return True
 
 
-def _tell_of_decoded_layers(tensors: Mapping[str, TensorInfo]) -> None:
-    """Logs how many layers that are packed in the checkpoint will not be packed in the model."""
-    layers = [name for name in tensors if name.endswith(per_expert.COMPRESSED_TENSORS.blocks) and not is_expert(name)]
-    if layers:
-        logger.warning(
-            f"hf_mxfp4: {len(layers)} layers beside the experts are stored in MXFP4, such as {layers[0]}; they are"
-            " decoded to dense weights"
-        )
+def _tell_of_decoded_layers(found: Found) -> None:
+    """Logs how many layers beside the experts are of few bits in the checkpoint and will be dense in the model."""
+    packed = next(iter(found.layers.values())).name if found.layers else ""
+    for names, what in ((found.layers, packed), (found.fp8, "FP8")):
+        if names:
+            logger.warning(
+                f"hf_mxfp4: {len(names)} layers beside the experts are stored as {what}, such as {next(iter(names))};"
+                " they are decoded to dense weights"
+            )
 
 
 def _is_flat(module: nn.Module) -> bool:
@@ -297,8 +320,7 @@ def _fills(conversion: WeightTransform, task: Task) -> bool:
 
 def _loads_packed(conversion: WeightTransform) -> bool:
     """Whether a conversion is one of ours for loading, which saving has no use for."""
-    operations = getattr(conversion, "operations", ())
-    return isinstance(conversion, TaskConverter) or any(isinstance(op, DecodeLinear) for op in operations)
+    return isinstance(conversion, TaskConverter)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -1,20 +1,24 @@
-"""Conversions of single linear layers: those of experts that are a list of small MLPs, and packed ones beside experts.
+"""Conversions of single linear layers: those of experts that are a list of small MLPs, and low-bit ones beside experts.
 
 N output features, K input features.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from .. import ops
-from ..formats import CheckpointError
+from ..formats import CheckpointError, Found, fp8
 from ..linear import MXFP4Linear
+from ..mxfp4 import MXFP4Tensor
 from ..packed import dtype_names
-from .task import KeepStack, Task, TaskConverter, check_shape, first, read
+from .task import KeepStack, Task, TaskConverter, check_shape, read
 
 
 class LinearConverter(TaskConverter):
@@ -25,9 +29,9 @@ class LinearConverter(TaskConverter):
 
     def __init__(self, task: Task) -> None:
         """For all layers of a load."""
-        endings = [".weight"] if task.dialect is None else [task.dialect.blocks, task.dialect.scales]
+        endings = [".weight"] if task.dialect is None else task.dialect.endings
         # The end of the string by another name than in other converters: the loader tells them apart by their patterns.
-        super().__init__([rf"{ending}\Z" for ending in endings], ".weight_blocks", [KeepStack()], task)
+        super().__init__([rf"{re.escape(ending)}\Z" for ending in endings], ".weight_blocks", [KeepStack()], task)
 
     def fill(
         self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
@@ -35,36 +39,78 @@ class LinearConverter(TaskConverter):
         """The layer's weight; see `TaskConverter`."""
         assert isinstance(module, MXFP4Linear)
         if len(collected) != len(self.source_patterns):
-            raise CheckpointError(f"{name}: the checkpoint has only one of its codes and scales")
+            raise CheckpointError(f"{name}: the checkpoint has only some of its codes and scales")
         parts = [read(collected[pattern][0]) for pattern in self.source_patterns]
-        if len(parts) == 2:
-            tensor = self.task.decode(name, parts[0], parts[1])
+        if self.task.dialect is not None:
+            tensor = self.task.decode(name, module, parts)
         else:
             tensor = ops.quantize(parts[0], *self.task.rules, name=name)
         check_shape(tensor.blocks, tuple(module.packed("weight").blocks.shape), name)
         return self.task.hand_over(module, name, tensor, dtype_names(parts), "per expert")
 
 
-class DecodeLinear(ConversionOps):  # type: ignore[misc]
-    """Decodes a linear layer that is packed in the checkpoint and not one of the experts."""
+class LayerConverter(TaskConverter):
+    """Decodes layers beside the experts that the checkpoint holds in few bits: in MXFP4 as experts are, or in FP8."""
 
-    def __init__(self, task: Task) -> None:
-        """For all layers of a load."""
-        self.task = task
+    __slots__ = ("block", "dialect", "keys")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeLinear:
-        """Itself: it keeps nothing of a layer."""
-        return self
+    def __init__(self, task: Task, found: Found, conversions: list[WeightTransform], block: Any = None) -> None:
+        """For all such layers of a load.
 
-    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], **kwargs: Any) -> dict[str, Tensor]:
-        """The dense weight [N, K] in the parameter's dtype, from its codes and scales.
+        Args:
+            task: shared by all converters of the load.
+            found: which layers of the checkpoint they are.
+            conversions: the model's own, whose renamings come before this converter.
+            block: rows and columns of an FP8 weight that share a scale, where the checkpoint's config says so.
+        """
+        endings = ("weight", *(rf"part{i}" for i in range(1, 4)))
+        super().__init__([rf"\.{ending}\Z" for ending in endings], ".weight", [KeepStack()], task)
+        self.block = block
+        self.dialect = next(iter(found.layers.values()), task.dialect)
+        renamings = [copy.deepcopy(c) for c in conversions if isinstance(c, WeightRenaming)]
+        self.keys: dict[str, tuple[str, int]] = {}
+        weights = {name: (row.blocks, row.siblings(name)) for name, row in found.layers.items()}
+        weights |= {name: (".weight", (name, scales)) for name, scales in found.fp8.items()}
+        if task.dialect is not None and task.dialect.layout == "per expert":  # a list of them that stays dense
+            weights |= {name: (task.dialect.blocks, task.dialect.siblings(name)) for name in found.experts}
+        for ending, names in weights.values():
+            renamed = [_renamed(name, renamings) for name in names]
+            target = renamed[0].removesuffix(ending) + ".weight"
+            self.keys.update({name: (target, part) for part, name in enumerate(renamed)})
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The weight that a tensor of one of the layers is part of; other keys as they are."""
+        target, part = self.keys.get(source_key, (source_key, -1))
+        return target, self.source_patterns[part] if part >= 0 else None
+
+    def convert(
+        self,
+        layer_name: str,
+        model: Any = None,
+        config: Any = None,
+        hf_quantizer: Any = None,
+        loading_info: Any = None,
+    ) -> dict[str, Tensor]:
+        """The dense weight [N, K] in the parameter's dtype. Called by the loader, with every tensor of it collected.
 
         Raises:
-            CheckpointError: codes without scales, or the reverse.
+            CheckpointError: tensors that do not fit each other.
         """
-        name = kwargs["full_layer_name"]
-        if len(input_dict) != len(source_patterns):
-            raise CheckpointError(f"{name}: the checkpoint has {', '.join(input_dict)} without its other half")
-        packed, scale = (first({pattern: input_dict[pattern]}) for pattern in source_patterns)
-        dtype = kwargs["model"].get_parameter(name).dtype
-        return {name: self.task.decode(name, packed, scale).dequantize(dtype)}
+        tensors = [read(self.collected_tensors[p][0]) for p in self.source_patterns if p in self.collected_tensors]
+        self.collected_tensors.clear()
+        dtype = model.get_parameter_or_buffer(layer_name).dtype
+        try:
+            if tensors[0].dtype == torch.float8_e4m3fn:
+                return {layer_name: fp8.decode(tensors[0], tensors[1], self.block).to(dtype)}
+            assert self.dialect is not None
+            decoded = self.dialect.decode(*tensors)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{layer_name}: {error}") from error
+        return {layer_name: decoded.dequantize(dtype) if isinstance(decoded, MXFP4Tensor) else decoded.to(dtype)}
+
+
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+    """What a key is called after a model's own renamings."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

@@ -1,23 +1,31 @@
 """Which conversions a load needs, and which a save of what was loaded.
 
 A model's own conversions say how its files name and stack experts. From each follows one for packed experts: other
-sources, other targets, the same ops.
+sources, other targets, the same ops. Where a model has none, its experts go by the usual names.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
+from torch import nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightTransform
 
 from ..experts import MXFP4Experts
-from ..families import FLAT_SOURCES, layout_of
-from ..formats import DIALECTS, Dialect, per_expert, stacked
+from ..families import FLAT_SOURCES, INTERLEAVED, layout_of
+from ..formats import Dialect, Found, named, per_expert, stacked
 from ..linear import MXFP4Linear
+from . import original_gpt_oss
 from .conversion import ExpertsConverter
-from .linears import DecodeLinear, LinearConverter
-from .saving import saving_conversions, saving_renamings, saving_stacks
+from .linears import LayerConverter, LinearConverter
+from .rows import JoinRows
+from .saving import StackExperts, saving_conversions, saving_layers, saving_parts, saving_stacks
 from .task import FlatRows, KeepStack, Task, scoped_like
+
+_PARTS = {"gate_up_proj": ["gate_proj", "up_proj"], "up_proj": ["up_proj"], "down_proj": ["down_proj"]}
+"""The matrices of one expert that a projection is made of."""
 
 
 class Wanted(NamedTuple):
@@ -34,23 +42,39 @@ class Wanted(NamedTuple):
     left_dense: bool
 
 
-def for_loading(task: Task, conversions: list[WeightTransform]) -> list[WeightTransform]:
-    """Converters for the targets of a load. The model's own stay in use after them, for experts that stay dense."""
+def for_loading(
+    task: Task, found: Found, conversions: list[WeightTransform], block: tuple[int, int] | None = None
+) -> list[WeightTransform]:
+    """Converters for the targets of a load. The model's own stay in use after them, for experts that stay dense.
+
+    Args:
+        task: shared by all of them.
+        found: how the checkpoint holds experts and other layers.
+        conversions: the model's own.
+        block: rows and columns that share a scale in FP8 layers; None if the checkpoint's config does not say.
+    """
     packed, linears = _packed(task), _linears(task)
     dense = {full for _, full in task.targets.values()} - packed - linears
     ours: list[WeightTransform] = [LinearConverter(task)] if linears else []
+    dialect = task.dialect
     # Sources end differently for packed and dense targets: the loader tells converters apart by their patterns.
     for names, suffix, anchor in ((packed, "_blocks", "$"), (dense, "", "(?:$)")):
-        if task.dialect is None or task.dialect.layout == "per expert":
-            ours += [_per_expert(task, c, suffix, anchor) for c in _conversions_of(names, conversions)]
-        if task.dialect is None or task.dialect.layout == "stacked":
+        if dialect is None or dialect.layout == "per expert":
+            own = _conversions_of(names, conversions)
+            ours += [_per_expert(task, c, suffix, anchor) for c in own]
+            if dialect is not None:
+                ours += _usual_names(task, names - _filled_by(own, names), suffix, anchor)
+        if dialect is not None and dialect.layout == "split":
+            ours += _split(task, names, suffix, anchor)
+        if dialect is None or dialect.layout == "stacked":
             ours += _stacked(task, names, suffix, anchor)
-    if task.dialect is None:
+    if dialect is None:
         ours += _flat(task)
-    elif task.dialect.layout == "per expert":
-        sources = [f"{task.dialect.blocks}$", f"{task.dialect.scales}$"]
-        ours.append(WeightConverter(sources, [".weight"], [DecodeLinear(task)]))
-    return ours
+    elif dialect is stacked.GPT_OSS_ORIGINAL:
+        ours += original_gpt_oss.conversions()
+    if found.layers or found.fp8 or found.experts:
+        ours.append(LayerConverter(task, found, conversions, block))
+    return ours + (_biases(task, packed | dense, dialect) if dialect is not None else [])
 
 
 def for_saving(task: Task, conversions: list[WeightTransform], wanted: Wanted) -> tuple[Dialect, list[WeightTransform]]:
@@ -64,10 +88,19 @@ def for_saving(task: Task, conversions: list[WeightTransform], wanted: Wanted) -
     patterns = [pattern for original in originals for pattern in original._original_source_patterns]
     has_names = bool(patterns or has_linears) and all(p.endswith(".weight") and "*" in p for p in patterns)
     dialect = _dialect(wanted, has_names, has_linears)
-    if dialect != per_expert.COMPRESSED_TENSORS:
-        return dialect, [*saving_stacks(_leaves(names), dialect)]
-    saved: list[WeightTransform] = [twin for original in originals for twin in saving_conversions(original, dialect)]
-    return dialect, saved + (saving_renamings(dialect) if has_linears else [])
+    saved: list[WeightTransform] = []
+    if dialect.layout == "stacked":
+        for leaf in _leaves(names):
+            saved += saving_stacks(leaf, dialect)
+    elif dialect.layout == "per expert" and has_names:
+        saved += [twin for original in originals for twin in saving_conversions(original, dialect)]
+        saved += saving_layers(dialect) if has_linears else []
+    else:
+        for leaf in _leaves(names):
+            saved += saving_parts(leaf, _PARTS[leaf.rpartition(".")[2]], dialect, _takes_turns(task))
+    if dialect.layout != "stacked" or dialect is stacked.VLLM:
+        saved += _biases(task, names, dialect, saving=True)
+    return dialect, saved
 
 
 def _dialect(wanted: Wanted, has_names: bool, has_linears: bool) -> Dialect:
@@ -78,21 +111,17 @@ def _dialect(wanted: Wanted, has_names: bool, has_linears: bool) -> Dialect:
         has_names: the model's files have a name for each expert's matrices.
         has_linears: its experts are single layers.
     """
-    rows = {row.name: row for row in DIALECTS}
     if wanted.save_format == "auto":
         if wanted.model_type == "gpt_oss":
             return stacked.GPT_OSS
         # Stock Transformers cannot read a file of a tensor an expert in which some experts are dense.
         one_by_one = has_names and (has_linears or not wanted.left_dense)
         return per_expert.COMPRESSED_TENSORS if one_by_one else stacked.HF_MXFP4
-    dialect = rows[wanted.save_format]
+    dialect = named(wanted.save_format)
+    assert dialect is not None
     if dialect == stacked.GPT_OSS and wanted.model_type != "gpt_oss":
         raise ValueError(f"save_format='gpt-oss' is for gpt-oss models, not {wanted.model_type}; use 'hf_mxfp4'")
-    if dialect == per_expert.COMPRESSED_TENSORS and not has_names:
-        raise ValueError(
-            f"save_format={dialect.name!r} stores a tensor an expert, and this model's files do not; use 'hf_mxfp4'"
-        )
-    if dialect != per_expert.COMPRESSED_TENSORS and has_linears:
+    if dialect.layout != "per expert" and has_linears:
         raise ValueError(
             f"save_format={dialect.name!r} stacks experts, and this model's are single layers; use"
             f" {per_expert.COMPRESSED_TENSORS.name!r}"
@@ -101,11 +130,11 @@ def _dialect(wanted: Wanted, has_names: bool, has_linears: bool) -> Dialect:
 
 
 def _per_expert(task: Task, original: WeightConverter, suffix: str, anchor: str) -> WeightConverter:
-    """The model's own conversion, from dense or packed tensors, to packed or dense projections."""
+    """The model's own conversion, from dense or low-bit tensors, to packed or dense projections."""
     sources = list(original._original_source_patterns)
     if task.dialect is not None:
         bases = [pattern.removesuffix(".weight") for pattern in sources]
-        sources = [base + ending for ending in (task.dialect.blocks, task.dialect.scales) for base in bases]
+        sources = [base + re.escape(ending) for ending in task.dialect.endings for base in bases]
     # Packed rows are output rows in every layout, so that what transposes dense weights has nothing to do.
     operations = [op for op in original.operations if task.dialect is None or not isinstance(op, Transpose)]
     targets = list(original._original_target_patterns)
@@ -113,13 +142,72 @@ def _per_expert(task: Task, original: WeightConverter, suffix: str, anchor: str)
     return scoped_like(original, ExpertsConverter(anchored, targets[0] + suffix, operations, targets, task))
 
 
+def _usual_names(task: Task, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
+    """Conversions of a tensor an expert, for models whose own files have none."""
+    assert task.dialect is not None
+    made: list[WeightTransform] = []
+    for leaf in _leaves(names):
+        owner, _, proj = leaf.rpartition(".")
+        bases = [f"{owner}.*.{part}" for part in _PARTS[proj]]
+        sources = [base + re.escape(ending) + anchor for ending in task.dialect.endings for base in bases]
+        operations = [MergeModulelist(dim=0), *_joins(task, proj)]
+        made.append(ExpertsConverter(sources, leaf + suffix, operations, [leaf], task))
+    return made
+
+
+def _split(task: Task, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
+    """Conversions of stacks of gates and of ups; or of both in one stack, gates of an expert first."""
+    assert task.dialect is not None
+    made: list[WeightTransform] = []
+    for leaf in _leaves(names):
+        proj = leaf.rpartition(".")[2]
+        bases = [_in_file(task.dialect, leaf, part) for part in _PARTS[proj]]
+        sources = [base + re.escape(ending) + anchor for ending in task.dialect.endings for base in bases]
+        operations = [KeepStack(), *_joins(task, proj)]
+        made.append(ExpertsConverter(sources, leaf + suffix, operations, [leaf], task))
+    return made
+
+
+def _joins(task: Task, proj: str) -> list[JoinRows | Concatenate]:
+    if len(_PARTS[proj]) == 1:
+        return []
+    return [JoinRows(takes_turns=True)] if _takes_turns(task) else [Concatenate(dim=1)]
+
+
 def _stacked(task: Task, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
     """Conversions of tensors that hold all experts already, dense or packed."""
-    stored = [""] if task.dialect is None else [task.dialect.blocks, task.dialect.scales]
-    return [
-        ExpertsConverter([f"{leaf}{ending}{anchor}" for ending in stored], leaf + suffix, [KeepStack()], [leaf], task)
-        for leaf in _leaves(names)
-    ]
+    made: list[WeightTransform] = []
+    for leaf in _leaves(names):
+        if task.dialect is None:
+            sources, target = [leaf], leaf
+        else:
+            base = _in_file(task.dialect, leaf, leaf.rpartition(".")[2])
+            sources = [base + re.escape(ending) for ending in task.dialect.endings]
+            target = f"mlp.{leaf}" if task.dialect is stacked.GPT_OSS_ORIGINAL else leaf
+        anchored = [source + anchor for source in sources]
+        made.append(ExpertsConverter(anchored, target + suffix, [KeepStack()], [leaf], task))
+    return made
+
+
+def _in_file(dialect: Dialect, leaf: str, proj: str) -> str:
+    """The pattern of a projection's name in a file, without its ending.
+
+    Args:
+        dialect: of the file.
+        leaf: the last two parts of the projection's name in the model.
+        proj: what is looked for, the projection itself or a part of it.
+    """
+    owner = leaf.rpartition(".")[0]
+    containers = [owner if container == "experts" else container for container in dialect.container]
+    spelled = next(theirs for theirs, ours in dialect.projections.items() if ours == proj)
+    return rf"(?:{'|'.join(containers)})\.{spelled}"
+
+
+def _in_saved_file(dialect: Dialect, leaf: str, proj: str) -> str:
+    """As `_in_file`, but the name that is written."""
+    owner = leaf.rpartition(".")[0]
+    spelled = next(theirs for theirs, ours in dialect.projections.items() if ours == proj)
+    return f"{owner if dialect.container[0] == 'experts' else dialect.container[0]}.{spelled}"
 
 
 def _flat(task: Task) -> list[WeightTransform]:
@@ -133,6 +221,46 @@ def _flat(task: Task) -> list[WeightTransform]:
     return found
 
 
+def _biases(task: Task, names: set[str], dialect: Dialect, *, saving: bool = False) -> list[WeightTransform]:
+    """Conversions of the biases of projections, which a dialect may have by expert, by matrix or by other names.
+
+    Args:
+        task: of the load.
+        names: the projections.
+        dialect: of the file that is read, or written.
+        saving: the names of a file that is written are no patterns.
+    """
+    targets = task.targets.values()
+    biased = {full for module, full in targets if full in names and hasattr(module, f"{_proj(full)}_bias")}
+    made: list[WeightTransform] = []
+    for leaf in _leaves(biased):
+        owner, _, proj = leaf.rpartition(".")
+        ending, target = dialect.bias if saving else f"{re.escape(dialect.bias)}$", f"{leaf}_bias"
+        in_file = _in_saved_file if saving else _in_file
+        joins = JoinRows(_takes_turns(task))
+        if dialect.layout == "per expert":
+            sources = [f"{owner}.*.{part}{ending}" for part in _PARTS[proj]]
+            made.append(WeightConverter(sources, [target], [StackExperts(0), joins]))
+        elif dialect.layout == "split":
+            sources = [f"{in_file(dialect, leaf, part)}{ending}" for part in _PARTS[proj]]
+            made.append(WeightConverter(sources, [target], [joins]))
+        elif dialect.projections.get(proj) != proj:
+            target = f"mlp.{target}" if dialect is stacked.GPT_OSS_ORIGINAL else target
+            made.append(WeightConverter([f"{in_file(dialect, leaf, proj)}{ending}"], [target], [joins]))
+    return made
+
+
+def _takes_turns(task: Task) -> bool:
+    """Whether gate and up rows take turns in the experts of the load."""
+    classes = {_dense_class(module).__name__ for module, _ in task.targets.values()}
+    return not classes.isdisjoint(INTERLEAVED)
+
+
+def _dense_class(module: nn.Module) -> type:
+    own: type = getattr(module, "dense_class", type(module))
+    return own
+
+
 def _packed(task: Task) -> set[str]:
     return {full for module, full in task.targets.values() if isinstance(module, MXFP4Experts)}
 
@@ -141,7 +269,11 @@ def _linears(task: Task) -> set[str]:
     return {full for module, full in task.targets.values() if isinstance(module, MXFP4Linear)}
 
 
-def _leaves(names: set[str]) -> list[str]:
+def _proj(full: str) -> str:
+    return full.rpartition(".")[2]
+
+
+def _leaves(names: Iterable[str]) -> list[str]:
     """The last two parts of each name, such as `experts.down_proj`."""
     return sorted({".".join(name.split(".")[-2:]) for name in names})
 
@@ -154,3 +286,14 @@ def _conversions_of(names: set[str], conversions: list[WeightTransform]) -> list
         if isinstance(conversion, WeightConverter)
         and any(name.endswith(conversion.target_patterns[0]) for name in names)
     ]
+
+
+def _filled_by(conversions: list[WeightConverter], names: set[str]) -> set[str]:
+    """The projections that the model's own conversions of one-expert tensors fill."""
+    targets = [
+        target
+        for conversion in conversions
+        if any("*" in pattern for pattern in conversion._original_source_patterns)
+        for target in conversion.target_patterns
+    ]
+    return {name for name in names if any(name.endswith(target) for target in targets)}

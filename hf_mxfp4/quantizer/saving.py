@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.core_model_loading import (
     ConversionOps,
@@ -16,13 +17,17 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
 )
 
-from ..formats import Dialect, stacked
-from .task import KeepStack, first, scoped_like
+from ..formats import Dialect
+from .rows import JoinRows
+from .task import first, scoped_like
+
+_PARTS = ("_blocks", "_scales")
 
 
-class StackExperts(MergeModulelist):  # type: ignore[misc]
+class StackExperts(MergeModulelist):  # type: ignore[misc]  # Transformers has no type marker
     """`MergeModulelist` whose reverse keeps dimensions of size one, which some versions of Transformers lose."""
 
     @property
@@ -46,25 +51,48 @@ class SplitExperts(SplitModulelist):  # type: ignore[misc]
         return matrices
 
 
-class StackedLayout(ConversionOps):  # type: ignore[misc]
-    """Between canonical `_blocks` and those of a stacked dialect, for saving."""
+class Encode(ConversionOps):  # type: ignore[misc]
+    """From canonical tensors to those that a dialect stores, each by itself."""
 
-    def __init__(self, dialect: Dialect, *, encode: bool) -> None:
-        """Encodes to `dialect`, or decodes from it."""
+    def __init__(self, dialect: Dialect, part: int) -> None:
+        """Takes the part of a weight: 0 for codes, 1 for scales."""
         self.dialect = dialect
-        self.encode = encode
+        self.part = part
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """The one tensor of codes, in the other shape."""
-        blocks = first(input_dict)
-        return {target_patterns[0]: stacked.encode(blocks, self.dialect) if self.encode else blocks.flatten(2)}
+        """The tensors under the same names, or under the target's where no op before this one has named them."""
+        assert self.dialect.encode is not None
+        encode = self.dialect.encode[self.part]
+        names = target_patterns if list(input_dict) == list(source_patterns) else list(input_dict)
+        return {name: encode(first({name: value})) for name, value in zip(names, input_dict.values(), strict=True)}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """The other direction."""
-        return StackedLayout(self.dialect, encode=not self.encode)
+        """What a load would do, which is done by other converters."""
+        return Stored(self.dialect, self.part)
+
+
+class Stored(ConversionOps):  # type: ignore[misc]
+    """Stands for the tensors of a file in a conversion that is for saving alone."""
+
+    def __init__(self, dialect: Dialect, part: int) -> None:
+        """See `Encode`."""
+        self.dialect = dialect
+        self.part = part
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The bytes as they are in memory."""
+        tensors = {name: first({name: value}).view(torch.uint8) for name, value in input_dict.items()}
+        return {name: bytes_.flatten(2) if bytes_.ndim > 3 else bytes_ for name, bytes_ in tensors.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """What a save does."""
+        return Encode(self.dialect, self.part)
 
 
 def saving_conversions(original: WeightConverter, dialect: Dialect) -> list[WeightConverter]:
@@ -75,26 +103,57 @@ def saving_conversions(original: WeightConverter, dialect: Dialect) -> list[Weig
         if not isinstance(op, Transpose)
     ]
     saved = []
-    for theirs, ours in ((dialect.blocks, "_blocks"), (dialect.scales, "_scales")):
-        sources = [pattern.removesuffix(".weight") + theirs for pattern in original._original_source_patterns]
+    for part, ours in enumerate(_PARTS):
+        endings = dialect.endings[part]
+        sources = [pattern.removesuffix(".weight") + endings for pattern in original._original_source_patterns]
         targets = [pattern + ours for pattern in original._original_target_patterns]
-        saved.append(scoped_like(original, WeightConverter(sources, targets, list(operations))))
+        converter = WeightConverter(sources, targets, [Stored(dialect, part), *operations])
+        saved.append(scoped_like(original, converter))
     return saved
 
 
-def saving_stacks(projections: list[str], dialect: Dialect) -> list[WeightConverter]:
-    """What saves packed projections, by the last two parts of their names, in a stacked dialect."""
-    saved = []
-    for name in projections:
-        saved.append(WeightConverter([f"{name}_blocks"], [f"{name}_blocks"], [StackedLayout(dialect, encode=False)]))
-        # Older versions of Transformers would else take scales for the dense projection that their name begins with.
-        saved.append(WeightConverter([f"{name}_scales"], [f"{name}_scales"], [KeepStack()]))
-    return saved
-
-
-def saving_renamings(dialect: Dialect) -> list[WeightRenaming]:
-    """What saves the layers of expert lists under the names of `dialect`, written as if for loading."""
+def saving_stacks(leaf: str, dialect: Dialect) -> list[WeightConverter]:
+    """What saves a packed projection, by the last two parts of its name, in a stacked dialect."""
+    owner, _, proj = leaf.rpartition(".")
+    spelled = next(theirs for theirs, ours in dialect.projections.items() if ours == proj)
+    # A conversion for scales too: older versions of Transformers would else take them for the dense projection that
+    # their name begins with.
     return [
-        WeightRenaming(dialect.blocks.lstrip("."), "weight_blocks"),
-        WeightRenaming(dialect.scales.lstrip("."), "weight_scales"),
+        WeightConverter([f"{owner}.{spelled}{dialect.endings[part]}"], [leaf + ours], [Stored(dialect, part)])
+        for part, ours in enumerate(_PARTS)
     ]
+
+
+def saving_parts(leaf: str, matrices: list[str], dialect: Dialect, takes_turns: bool) -> list[WeightConverter]:
+    """What saves a packed projection as its matrices apart, under the usual names.
+
+    Args:
+        leaf: the last two parts of the projection's name.
+        matrices: what it is made of, gates before ups.
+        dialect: of all experts' matrices in one tensor, or of one tensor an expert.
+        takes_turns: gate and up rows do, in the projection.
+    """
+    owner = leaf.rpartition(".")[0]
+    owner = f"{owner}.*" if dialect.layout == "per expert" else dialect.container[0]
+    merges = [StackExperts(0)] if dialect.layout == "per expert" else []
+    joins = [JoinRows(takes_turns)] if len(matrices) > 1 else []
+    return [
+        WeightConverter(
+            [f"{owner}.{matrix}{dialect.endings[part]}" for matrix in matrices],
+            [leaf + ours],
+            [Stored(dialect, part), *merges, *joins],
+        )
+        for part, ours in enumerate(_PARTS)
+    ]
+
+
+def saving_layers(dialect: Dialect) -> list[WeightTransform]:
+    """What saves the layers of expert lists under the names of `dialect`, written as if for loading."""
+    saved: list[WeightTransform] = []
+    for part, ours in enumerate(_PARTS):
+        source, target = dialect.endings[part].lstrip("."), f"weight{ours}"
+        if dialect.dtypes[part] == "U8":
+            saved.append(WeightRenaming(source, target))
+        else:
+            saved.append(WeightConverter([source], [target], [Stored(dialect, part)]))
+    return saved

@@ -1,9 +1,10 @@
-"""How Transformers comes to this quantizer: the registered method, and three wrapped functions.
+"""How Transformers comes to this quantizer: the registered method, and a few wrapped functions.
 
-`AutoHfQuantizer.merge_quantization_configs` and `supports_quant_method` are wrapped once, at import. The wrappers act
-for three kinds of load and hand every other one on unchanged: the caller passes an MXFP4Config; the checkpoint carries
-this software's marker and the caller passes nothing; or, after `enable()`, the checkpoint's config names MXFP4 and the
-caller passes nothing. The checkpoint's own config class is never built, since some need packages of their own.
+`get_hf_quantizer`, and `AutoHfQuantizer.merge_quantization_configs` and `supports_quant_method` that it calls, are
+wrapped once, at import. The wrappers act for three kinds of load and hand every other one on unchanged: the caller
+passes an MXFP4Config; the checkpoint carries this software's marker and the caller passes nothing; or, after
+`enable()`, the checkpoint's config names MXFP4 and the caller passes nothing. The checkpoint's own config class is
+never built, since some need packages of their own, and some checkpoints name no method at all.
 `PreTrainedModel.save_pretrained` is wrapped for packed models, see `staging`.
 """
 
@@ -14,9 +15,10 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers import auto
 
+from ..formats.checkpoint import described
 from . import staging
 from .config import METHOD, MXFP4Config, is_marked, names_mxfp4
 from .hf_quantizer import MXFP4HfQuantizer
@@ -81,8 +83,33 @@ def _packed_save(stock: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
+def _described(config: Any) -> dict[str, Any] | None:
+    """What a model's config says of its weights, see `formats.checkpoint.described`; None if it says nothing."""
+    levels = []
+    for part in (config, config.get_text_config(decoder=True)):
+        level = {key: getattr(part, key, None) for key in ("quantization_config", "quantization", "expert_dtype")}
+        if hasattr(level["quantization_config"], "to_dict"):
+            level["quantization_config"] = level["quantization_config"].to_dict()
+        levels.append(level)
+    return described({**levels[0], "text_config": levels[1]}) or None
+
+
+def _ours(config: Any, asked: Any) -> MXFP4Config | None:
+    """The config of a load that is ours; None for any other load."""
+    if isinstance(asked, dict) and asked.get("quant_method") == METHOD:
+        asked = MXFP4Config.from_dict(asked)
+    if asked is not None and not isinstance(asked, MXFP4Config):
+        return None
+    stored = _described(config)
+    if asked is not None:
+        return asked if stored is None else asked.loading(stored)
+    if is_marked(stored) or (_takeover.enabled and names_mxfp4(stored)):
+        return MXFP4Config.from_stored(stored)  # type: ignore[arg-type]  # a mapping, as both have found
+    return None
+
+
 def install() -> None:
-    """Registers the method and wraps the three functions, once a process."""
+    """Registers the method and wraps the functions, once a process."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = MXFP4HfQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MXFP4Config
     loader = auto.AutoHfQuantizer
@@ -91,24 +118,28 @@ def install() -> None:
     stock_merge = loader.merge_quantization_configs
     stock_supports = loader.supports_quant_method
 
+    stock_get = auto.get_hf_quantizer
+
+    @wraps(stock_get)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = _ours(config, quantization_config)
+        if ours is None:
+            return stock_get(config, quantization_config, *args, **kwargs)
+        if ours.stored is None:
+            return stock_get(config, ours, *args, **kwargs)
+        config.quantization_config = ours  # both functions below let it pass
+        return stock_get(config, None, *args, **kwargs)
+
     def merge_quantization_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        stored, asked = quantization_config, quantization_config_from_args
-        if isinstance(stored, MXFP4Config):
-            stored = stored.to_dict()
-        if isinstance(asked, dict) and asked.get("quant_method") == METHOD:
-            asked = MXFP4Config.from_dict(asked)
-        if isinstance(asked, MXFP4Config):
-            return asked.loading(stored if isinstance(stored, dict) else stored.to_dict())
-        if asked is None and (is_marked(stored) or (_takeover.enabled and names_mxfp4(stored))):
-            return MXFP4Config.from_stored(stored)
-        return stock_merge(stored, quantization_config_from_args)
+        if isinstance(quantization_config, MXFP4Config):
+            return quantization_config
+        return stock_merge(quantization_config, quantization_config_from_args)
 
     def supports_quant_method(quantization_config_dict: Any) -> bool:
-        if isinstance(quantization_config_dict, MXFP4Config) or is_marked(quantization_config_dict):
-            return True
-        return bool(stock_supports(quantization_config_dict))
+        return isinstance(quantization_config_dict, MXFP4Config) or bool(stock_supports(quantization_config_dict))
 
     PreTrainedModel.save_pretrained = _packed_save(PreTrainedModel.save_pretrained)
+    auto.get_hf_quantizer = modeling_utils.get_hf_quantizer = get_hf_quantizer
     merge_quantization_configs._is_hf_mxfp4 = True  # type: ignore[attr-defined]
     loader.merge_quantization_configs = classmethod(merge_quantization_configs)
     loader.supports_quant_method = staticmethod(supports_quant_method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from typing_extensions import Self
 
-from .. import mxfp4
+from .. import mxfp4, ops
 from ..formats import CheckpointError, Dialect
 from ..packed import PackedModule, Source
 
@@ -23,12 +23,13 @@ class Task(NamedTuple):
     """What the converters of one load share.
 
     Attributes:
-        dialect: how the checkpoint holds packed experts; None if it holds dense ones.
+        dialect: how the checkpoint holds low-bit experts; None if it holds dense ones.
         rules: scale rule and ties, for dense experts.
         targets: what the converters may fill, by every name that the loader may use for it: the module and the full
             name of its projection. An `MXFP4Experts` is filled packed, a dense module is filled with decoded weights.
         filled: names of parameters that have been filled.
         reports: the loader's running report, once there is one.
+        losses: squares of the error that requantizing a module's weights added, and of these weights, summed.
     """
 
     dialect: Dialect | None
@@ -36,14 +37,28 @@ class Task(NamedTuple):
     targets: dict[str, tuple[nn.Module, str]]
     filled: set[str]
     reports: list[Any]
+    losses: dict[nn.Module, tuple[float, float]]
 
-    def decode(self, name: str, codes: Tensor, scales: Tensor) -> mxfp4.MXFP4Tensor:
-        """Canonical tensors from the checkpoint's; CheckpointError, naming the weight, if they do not fit."""
+    def decode(self, name: str, module: nn.Module, tensors: Sequence[Tensor]) -> mxfp4.MXFP4Tensor:
+        """Canonical tensors from the checkpoint's; CheckpointError, naming the weight, if they do not fit.
+
+        Args:
+            name: of the weight.
+            module: that holds it, whose loss grows where the dialect is a lossy one.
+            tensors: as the dialect has them for one weight.
+        """
         assert self.dialect is not None
         try:
-            return self.dialect.decode(codes, scales)
+            decoded = self.dialect.decode(*tensors)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name}: {error}") from error
+        if isinstance(decoded, mxfp4.MXFP4Tensor):
+            return decoded
+        packed = ops.quantize(decoded, *self.rules, name=name)
+        added, norm = self.losses.get(module, (0.0, 0.0))
+        added += float((packed.dequantize() - decoded).double().square().sum())
+        self.losses[module] = (added, norm + float(decoded.double().square().sum()))
+        return packed
 
     def hand_over(
         self,
@@ -65,7 +80,13 @@ class Task(NamedTuple):
         Returns:
             The parameters by full name.
         """
-        if self.dialect is not None:
+        if module in self.losses:
+            assert self.dialect is not None
+            error, norm = self.losses[module]
+            loss = (error / norm) ** 0.5 if norm else 0.0
+            rule = f"requantized: {self.rules[0]}, ties {self.rules[1]}; relative error {loss:.1e}"
+            module.source = Source(self.dialect.name, dtypes, rule, loss)
+        elif self.dialect is not None:
             module.source = Source(self.dialect.name, dtypes, "kept byte for byte")
         else:
             module.source = Source(f"dense, {layout}", dtypes, f"quantized: {self.rules[0]}, ties {self.rules[1]}")
