@@ -88,7 +88,8 @@ def packed_matrices(source):
     return packed, names, biases, rest, interleaved
 
 
-def _join(gate, up, interleaved):
+def join(gate, up, interleaved):
+    """Gates and ups [E, I, ...] as one [E, 2 I, ...]."""
     if interleaved:
         return torch.from_numpy(np.stack([gate.float().numpy(), up.float().numpy()], 2)).flatten(1, 2).to(gate.dtype)
     return torch.cat([gate, up], 1)
@@ -100,42 +101,11 @@ def lay_out(dialect, source, folder, changes=None):
     for module, parts in packed.items():
         bias = biases.get(module, {})
         if dialect in PER_EXPERT:
-            codes_ending, codes_dtype, scales_ending, scales_dtype = PER_EXPERT[dialect]
-            for part, (codes, scales) in parts.items():
-                for e in range(len(codes)):
-                    base = f"{module}.{e}.{names[part]}"
-                    tensors[base + codes_ending] = codes[e].clone().view(codes_dtype)
-                    tensors[base + scales_ending] = scales[e].clone().view(scales_dtype)
-                    if part in bias:
-                        tensors[f"{base}.bias"] = bias[part][e].clone()
+            tensors |= _per_expert(dialect, module, parts, names, bias)
         elif dialect == "mlx":
-            owner = module.removesuffix("experts") + "switch_mlp"
-            for part, (codes, scales) in parts.items():
-                words = np.ascontiguousarray(codes.numpy()).view("<u4")
-                tensors[f"{owner}.{part}_proj.weight"] = torch.from_numpy(words)
-                tensors[f"{owner}.{part}_proj.scales"] = scales
-                if part in bias:
-                    tensors[f"{owner}.{part}_proj.bias"] = bias[part]
+            tensors |= _mlx(module, parts, bias)
         else:
-            stacks = {"down": parts["down"]}
-            if "gate" in parts:
-                stacks["gate_up"] = tuple(
-                    _join(*halves, interleaved) for halves in zip(parts["gate"], parts["up"], strict=True)
-                )
-            else:
-                stacks["up"] = parts["up"]
-            joined = {"down": bias["down"], "gate_up": _join(bias["gate"], bias["up"], interleaved)} if bias else {}
-            for proj, (codes, scales) in stacks.items():
-                base = f"{module}.{proj}_proj"
-                endings = ("_blocks", "_scales", "_bias")
-                if dialect == "vllm":
-                    base = f"{module}.{ {'gate_up': 'w13', 'down': 'w2', 'up': 'w13'}[proj] }"
-                    endings = ("_weight", "_weight_scale", "_bias")
-                if dialect == "gpt-oss":
-                    codes = codes.reshape(*scales.shape, 16)
-                tensors[base + endings[0]], tensors[base + endings[1]] = codes, scales
-                if proj in joined:
-                    tensors[base + endings[2]] = joined[proj]
+            tensors |= _stacks(dialect, module, parts, bias, interleaved)
     if changes is not None:
         changes(tensors)
     folder = Path(folder)
@@ -150,3 +120,46 @@ def lay_out(dialect, source, folder, changes=None):
     if (Path(source) / "generation_config.json").exists():
         shutil.copy(Path(source) / "generation_config.json", folder)
     return str(folder)
+
+
+def _per_expert(dialect, module, parts, names, bias):
+    codes_ending, codes_dtype, scales_ending, scales_dtype = PER_EXPERT[dialect]
+    tensors = {}
+    for part, (codes, scales) in parts.items():
+        for e in range(len(codes)):
+            base = f"{module}.{e}.{names[part]}"
+            tensors[base + codes_ending] = codes[e].clone().view(codes_dtype)
+            tensors[base + scales_ending] = scales[e].clone().view(scales_dtype)
+            if part in bias:
+                tensors[f"{base}.bias"] = bias[part][e].clone()
+    return tensors
+
+
+def _mlx(module, parts, bias):
+    owner = module.removesuffix("experts") + "switch_mlp"
+    tensors = {f"{owner}.{part}_proj.bias": values for part, values in bias.items()}
+    for part, (codes, scales) in parts.items():
+        words = np.ascontiguousarray(codes.numpy()).view("<u4")
+        tensors[f"{owner}.{part}_proj.weight"] = torch.from_numpy(words)
+        tensors[f"{owner}.{part}_proj.scales"] = scales
+    return tensors
+
+
+def _stacks(dialect, module, parts, bias, interleaved):
+    stacks = {"down": parts["down"]}
+    if "gate" in parts:
+        halves = zip(parts["gate"], parts["up"], strict=True)
+        stacks["gate_up"] = tuple(join(*pair, interleaved) for pair in halves)
+    else:
+        stacks["up"] = parts["up"]
+    joined = {"down": bias["down"], "gate_up": join(bias["gate"], bias["up"], interleaved)} if bias else {}
+    vllm = {"gate_up": "w13", "down": "w2"}
+    tensors = {}
+    for proj, (codes, scales) in stacks.items():
+        base = f"{module}.{vllm[proj]}_weight" if dialect == "vllm" else f"{module}.{proj}_proj"
+        codes_ending, scales_ending = ("", "_scale") if dialect == "vllm" else ("_blocks", "_scales")
+        tensors[base + codes_ending] = codes.reshape(*scales.shape, 16) if dialect == "gpt-oss" else codes
+        tensors[base + scales_ending] = scales
+        if proj in joined:
+            tensors[base.removesuffix("_weight") + "_bias"] = joined[proj]
+    return tensors

@@ -31,9 +31,10 @@ from ..formats import (
     is_activation_scale,
     read_headers,
 )
+from ..formats import gguf as layout
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
-from . import plan, ties
+from . import gguf, plan, ties
 from .config import MXFP4Config, names_mxfp4
 from .task import Task, TaskConverter
 
@@ -60,6 +61,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._left_dense = False
         self._dense_layers: list[str] = []
         self._found = Found(None, [], {}, {})
+        self._gguf: layout.GGUFHeader | None = None
+        self.gguf_config: Any = None
+        """The model's config, where it is made from a GGUF file."""
 
     def _process_model_before_weight_loading(
         self,
@@ -69,7 +73,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         **kwargs: Any,
     ) -> None:
         config = self.quantization_config
-        tensors = read_headers(checkpoint_files or ())
+        tensors = read_headers(checkpoint_files or ()) if self._gguf is None else layout.tensor_infos(self._gguf)
         found = self._detect(tensors)
         dialect = found.dialect
         self.pre_quantized = dialect is not None
@@ -101,7 +105,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def _detect(self, tensors: Mapping[str, TensorInfo]) -> Found:
         """How the checkpoint holds its experts; CheckpointError if that is nothing that this version reads."""
         config = self.quantization_config
-        found = detect(tensors, config.stored)
+        found = detect(tensors, config.stored) if self._gguf is None else layout.detect(self._gguf)
         dialect = found.dialect
         config.check_stored(dialect)
         if dialect is not None and dialect.is_lossy and not config.requantize and not config.dequantize:
@@ -119,6 +123,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 f"the checkpoint is quantized as {config.stored_method}, which this version does not load into MXFP4;"
                 " load a dense checkpoint, or this one without MXFP4Config"
             )
+        if self._gguf is not None:
+            return found
         cast = next((i.dtype for i in tensors.values() if i.dtype in ("F8_E8M0", "F8_E4M3")), None)
         if cast is not None and not hasattr(HfQuantizer, "get_new_dtype"):
             raise CheckpointError(
@@ -198,7 +204,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
             dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
             self.quantization_config.write_as(dialect, self._dense_layers)
-        self._loading = plan.for_loading(task, self._found, weight_conversions, self._block())
+        is_gguf = self._gguf is not None
+        self._loading = plan.for_loading(task, self._found, weight_conversions, self._block(), is_gguf)
         return self._loading + list(weight_conversions)
 
     def _block(self) -> tuple[int, int] | None:
@@ -225,7 +232,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             device = next(packed.parameters()).device.type
             choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
-        self._task = None
+        self._task, self._gguf, self.gguf_config = None, None, None
         self._loading = []
 
     def _check_filled(self, model: Any, task: Task) -> None:
@@ -249,6 +256,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         unused = sorted(report.unexpected_keys)[:4] if report is not None else []
         hint = f"; the checkpoint holds tensors that fit nothing, such as {', '.join(unused)}" if unused else ""
         raise CheckpointError(f"missing from the checkpoint: {', '.join(lost[:4])}{more}{hint}")
+
+    def read_header(self, gguf_file: str) -> None:
+        """Reads what a GGUF file says of itself. Called by Transformers before it makes the model."""
+        self._gguf = layout.read_header(gguf_file)
+        gguf.fix_config(self.gguf_config, self._gguf)
+
+    def get_state_dict(self, gguf_file: str, model: Any) -> dict[str, gguf.LazyTensor]:
+        """The tensors of a GGUF file by the names of the model's parameters, experts as they are."""
+        assert self._gguf is not None
+        return gguf.state_dict(self._gguf, model)
 
     def get_weight_conversions(self) -> list[WeightTransform]:
         """None beside those of `update_weight_conversions`."""

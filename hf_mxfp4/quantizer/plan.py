@@ -15,7 +15,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from ..experts import MXFP4Experts
 from ..families import FLAT_SOURCES, INTERLEAVED, layout_of
-from ..formats import Dialect, Found, named, per_expert, stacked
+from ..formats import Dialect, Found, gguf, named, per_expert, stacked
 from ..linear import MXFP4Linear
 from . import original_gpt_oss
 from .conversion import ExpertsConverter
@@ -43,7 +43,11 @@ class Wanted(NamedTuple):
 
 
 def for_loading(
-    task: Task, found: Found, conversions: list[WeightTransform], block: tuple[int, int] | None = None
+    task: Task,
+    found: Found,
+    conversions: list[WeightTransform],
+    block: tuple[int, int] | None = None,
+    is_gguf: bool = False,
 ) -> list[WeightTransform]:
     """Converters for the targets of a load. The model's own stay in use after them, for experts that stay dense.
 
@@ -52,6 +56,7 @@ def for_loading(
         found: how the checkpoint holds experts and other layers.
         conversions: the model's own.
         block: rows and columns that share a scale in FP8 layers; None if the checkpoint's config does not say.
+        is_gguf: the checkpoint is a GGUF file, which has dense experts in stacks of gates and of ups.
     """
     packed, linears = _packed(task), _linears(task)
     dense = {full for _, full in task.targets.values()} - packed - linears
@@ -64,7 +69,7 @@ def for_loading(
             ours += [_per_expert(task, c, suffix, anchor) for c in own]
             if dialect is not None:
                 ours += _usual_names(task, names - _filled_by(own, names), suffix, anchor)
-        if dialect is not None and dialect.layout == "split":
+        if is_gguf or (dialect is not None and dialect.layout == "split"):
             ours += _split(task, names, suffix, anchor)
         if dialect is None or dialect.layout == "stacked":
             ours += _stacked(task, names, suffix, anchor)
@@ -74,7 +79,9 @@ def for_loading(
         ours += original_gpt_oss.conversions()
     if found.layers or found.fp8 or found.experts:
         ours.append(LayerConverter(task, found, conversions, block))
-    return ours + (_biases(task, packed | dense, dialect) if dialect is not None else [])
+    if is_gguf or dialect is not None:
+        ours += _biases(task, packed | dense, dialect or gguf.MXFP4)
+    return ours
 
 
 def for_saving(task: Task, conversions: list[WeightTransform], wanted: Wanted) -> tuple[Dialect, list[WeightTransform]]:
@@ -156,13 +163,13 @@ def _usual_names(task: Task, names: set[str], suffix: str, anchor: str) -> list[
 
 
 def _split(task: Task, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:
-    """Conversions of stacks of gates and of ups; or of both in one stack, gates of an expert first."""
-    assert task.dialect is not None
+    """Conversions of stacks of gates and of ups, low-bit or dense ones of a GGUF file."""
     made: list[WeightTransform] = []
     for leaf in _leaves(names):
         proj = leaf.rpartition(".")[2]
-        bases = [_in_file(task.dialect, leaf, part) for part in _PARTS[proj]]
-        sources = [base + re.escape(ending) + anchor for ending in task.dialect.endings for base in bases]
+        bases = [_in_file(task.dialect or gguf.MXFP4, leaf, part) for part in _PARTS[proj]]
+        endings = task.dialect.endings if task.dialect else ("",)
+        sources = [base + re.escape(ending) + anchor for ending in endings for base in bases]
         operations = [KeepStack(), *_joins(task, proj)]
         made.append(ExpertsConverter(sources, leaf + suffix, operations, [leaf], task))
     return made

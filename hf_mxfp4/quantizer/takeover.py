@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel, modeling_gguf_pytorch_utils, modeling_utils
 from transformers.quantizers import auto
+from transformers.utils import cached_file
 
+from ..formats import gguf
 from ..formats.checkpoint import described
 from . import staging
 from .config import METHOD, MXFP4Config, is_marked, names_mxfp4
+from .gguf import config_dict
 from .hf_quantizer import MXFP4HfQuantizer
 
 
@@ -87,10 +91,9 @@ def _described(config: Any) -> dict[str, Any] | None:
     """What a model's config says of its weights, see `formats.checkpoint.described`; None if it says nothing."""
     levels = []
     for part in (config, config.get_text_config(decoder=True)):
-        level = {key: getattr(part, key, None) for key in ("quantization_config", "quantization", "expert_dtype")}
-        if hasattr(level["quantization_config"], "to_dict"):
-            level["quantization_config"] = level["quantization_config"].to_dict()
-        levels.append(level)
+        stored = getattr(part, "quantization_config", None)
+        level = {"quantization_config": stored.to_dict() if hasattr(stored, "to_dict") else stored}
+        levels.append(level | {key: getattr(part, key, None) for key in ("quantization", "expert_dtype")})
     return described({**levels[0], "text_config": levels[1]}) or None
 
 
@@ -108,6 +111,32 @@ def _ours(config: Any, asked: Any) -> MXFP4Config | None:
     return None
 
 
+def _holds_mxfp4(config: Any, gguf_file: str | None) -> bool:
+    """Whether a GGUF file beside a model's config, or in the cache, holds experts in MXFP4."""
+    if gguf_file is None:
+        return False
+    found = gguf_file if Path(gguf_file).is_file() else None
+    if found is None and config.name_or_path:
+        options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+        found = cached_file(config.name_or_path, gguf_file, **options)
+    return found is not None and gguf.detect(gguf.read_header(found)).dialect is gguf.MXFP4
+
+
+def _gguf_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_gguf_checkpoint` as it was, but where it fails over a config that this software can make."""
+
+    @wraps(stock)
+    def load_gguf_checkpoint(path: Any, return_tensors: bool = False, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(path, return_tensors, *args, **kwargs)
+        except TypeError:  # of every gpt-oss file that has a factor of RoPE, whose length is read for its value
+            if return_tensors:
+                raise
+            return {"config": config_dict(gguf.read_header(path))}
+
+    return load_gguf_checkpoint
+
+
 def install() -> None:
     """Registers the method and wraps the functions, once a process."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = MXFP4HfQuantizer
@@ -122,9 +151,16 @@ def install() -> None:
 
     @wraps(stock_get)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        gguf_file = kwargs.get("gguf_file")
         ours = _ours(config, quantization_config)
+        if ours is None and quantization_config is None and _takeover.enabled and _holds_mxfp4(config, gguf_file):
+            ours = MXFP4Config()
         if ours is None:
             return stock_get(config, quantization_config, *args, **kwargs)
+        if gguf_file is not None:  # which stock refuses beside a method of another name
+            quantizer, *rest = stock_get(config, ours, *args, **{**kwargs, "gguf_file": None})
+            quantizer.gguf_config = config
+            return quantizer, *rest
         if ours.stored is None:
             return stock_get(config, ours, *args, **kwargs)
         config.quantization_config = ours  # both functions below let it pass
@@ -139,6 +175,8 @@ def install() -> None:
         return isinstance(quantization_config_dict, MXFP4Config) or bool(stock_supports(quantization_config_dict))
 
     PreTrainedModel.save_pretrained = _packed_save(PreTrainedModel.save_pretrained)
+    stock_gguf = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    modeling_gguf_pytorch_utils.load_gguf_checkpoint = _gguf_config(stock_gguf)
     auto.get_hf_quantizer = modeling_utils.get_hf_quantizer = get_hf_quantizer
     merge_quantization_configs._is_hf_mxfp4 = True  # type: ignore[attr-defined]
     loader.merge_quantization_configs = classmethod(merge_quantization_configs)

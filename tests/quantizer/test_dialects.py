@@ -1,10 +1,13 @@
 """Every dialect loads to the same bytes and computes the same, and is written as it was read."""
 
+import json
+from pathlib import Path
+
 import layouts
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_mxfp4
 
@@ -101,3 +104,74 @@ def test_saved_in_its_own_dialect_it_is_byte_identical(family, dialect, laid_out
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     hf_mxfp4.assert_packed(again)
     assert_same(again, quantized(family))
+
+
+def original_names(tensors, config):
+    """The tensors of a dense gpt-oss folder under OpenAI's own names, without its experts' weights."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.layers.", "block.").replace("model.norm.weight", "norm.scale")
+        name = name.replace("model.embed_tokens", "embedding").replace("lm_head", "unembedding")
+        name = name.replace("input_layernorm.weight", "attn.norm.scale").replace("mlp.router", "mlp.gate")
+        name = name.replace("post_attention_layernorm.weight", "mlp.norm.scale").replace(
+            "self_attn.sinks", "attn.sinks"
+        )
+        renamed[name.replace("self_attn.o_proj", "attn.out")] = tensor
+    for n in range(config["num_hidden_layers"]):
+        for kind in ("weight", "bias"):
+            heads = [renamed.pop(f"block.{n}.self_attn.{part}_proj.{kind}") for part in "qkv"]
+            renamed[f"block.{n}.attn.qkv.{kind}"] = torch.cat(heads)
+    return renamed
+
+
+@pytest.fixture
+def original(tmp_path, sources):
+    """A folder as openai/gpt-oss has it in `original/`."""
+    folder, config = tmp_path / "original", json.loads(Path(sources["gpt_oss"], "config.json").read_text())
+    packed, _, biases, rest, interleaved = layouts.packed_matrices(sources["gpt_oss"])
+    tensors = original_names(rest, config)
+    for n, (module, parts) in enumerate(sorted(packed.items())):
+        halves = zip(parts["gate"], parts["up"], strict=True)
+        for mlp, (codes, scales), bias in (
+            (
+                "mlp1",
+                tuple(layouts.join(*half, interleaved) for half in halves),
+                layouts.join(biases[module]["gate"], biases[module]["up"], interleaved),
+            ),
+            ("mlp2", parts["down"], biases[module]["down"]),
+        ):
+            base = f"block.{n}.mlp.{mlp}"
+            tensors[f"{base}_weight.blocks"] = codes.reshape(*scales.shape, 16)
+            tensors[f"{base}_weight.scales"], tensors[f"{base}_bias"] = scales, bias
+    folder.mkdir()
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    own = {"num_experts": config["num_local_experts"], "experts_per_token": 2, "hidden_size": config["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
+def test_gpt_oss_under_openais_own_names(original, sources, quantized):
+    # Its config.json has no model_type, so that a config of Transformers is passed.
+    model = AutoModelForCausalLM.from_pretrained(
+        original,
+        config=AutoConfig.from_pretrained(sources["gpt_oss"]),
+        dtype=torch.float32,
+        quantization_config=hf_mxfp4.MXFP4Config(),
+    )
+    hf_mxfp4.assert_packed(model)
+    assert {row.source for row in hf_mxfp4.packed_report(model).rows} == {"gpt-oss-original"}
+    assert_same(model, quantized("gpt_oss"))
+    assert {name for name, _ in model.named_parameters() if "proj" in name and "expert" not in name}
+
+
+def test_gpt_oss_under_openais_own_names_is_saved_as_stock_has_it(original, sources, quantized, tmp_path):
+    config = AutoConfig.from_pretrained(sources["gpt_oss"])
+    model = AutoModelForCausalLM.from_pretrained(
+        original, config=config, dtype="auto", quantization_config=hf_mxfp4.MXFP4Config()
+    )
+    model.save_pretrained(tmp_path / "saved")
+    names = load_file(tmp_path / "saved" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj_blocks" in names
+    assert not any("qkv" in name or name.startswith("block.") for name in names)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert_same(again, quantized("gpt_oss"))
