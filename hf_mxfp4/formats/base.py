@@ -50,6 +50,10 @@ class Name(NamedTuple):
 _ROWS: dict[str, Dialect] = {}
 
 
+def _row_named(name: str) -> Dialect:
+    return _ROWS[name]
+
+
 @dataclass(frozen=True, eq=False)
 class Dialect:
     """A layout on disk.
@@ -93,7 +97,7 @@ class Dialect:
 
     def __reduce__(self) -> tuple[Callable[[str], Dialect], tuple[str]]:
         """By name: there is one of each."""
-        return _ROWS.__getitem__, (self.name,)
+        return _row_named, (self.name,)
 
     def encoded(self, tensor: MXFP4Tensor) -> tuple[Tensor, Tensor]:
         """The tensors that a file of this dialect holds for a weight; ValueError if it is only read."""

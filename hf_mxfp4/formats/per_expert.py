@@ -15,6 +15,7 @@ same tensors are told apart by the config; for reading it makes no difference.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,22 @@ def groups(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def formats(config: Mapping[str, Any]) -> list[Any]:
     """Every format that a compressed-tensors config names."""
     return [config.get("format"), *(group.get("format") for group in groups(config).values())]
+
+
+def is_ignored(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors config leaves a linear layer out: by `ignore`, or because no group targets it."""
+    targets = [target for group in groups(config).values() for target in group.get("targets") or ()]
+    targeted = any(target == "Linear" or _matches(name, target) for target in targets)
+    return not targeted or any(_matches(name, pattern) for pattern in config.get("ignore") or ())
+
+
+def _matches(name: str, pattern: Any) -> bool:
+    """Whether a module's name is what a pattern names: a regular expression after `re:`, or the name itself."""
+    if not isinstance(pattern, str):
+        return False
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return name == pattern
 
 
 def _row(

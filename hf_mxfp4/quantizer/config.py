@@ -178,24 +178,48 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         """The method that the checkpoint's own config names, None for a checkpoint without one."""
         return None if self._stored is None else str(self._stored.get("quant_method"))
 
-    def write_as(self, dialect: Dialect, dense: list[str]) -> None:
+    def write_as(self, dialect: Dialect, dense: list[str], *, as_stored: bool) -> None:
         """From now on `to_dict` is the config of a folder written in `dialect`.
 
         Args:
             dialect: of its experts.
             dense: the names of linear layers beside experts, none of which is packed.
+            as_stored: the checkpoint's own config describes these layers too, and is kept if it is of this dialect.
         """
-        marker = {"format": dialect.name, **{key: getattr(self, key) for key in _STORED_OPTIONS}}
-        written = dialect.config(dense)
-        if "modules_to_not_convert" in written and written["modules_to_not_convert"] is None:
-            written["modules_to_not_convert"] = self.modules_to_not_convert
-        self._written = {**written, MARKER: marker}
+        self._written = {
+            **written_config(dialect, dense, self._stored if as_stored else None, self.modules_to_not_convert),
+            MARKER: {"format": dialect.name, **{key: getattr(self, key) for key in _STORED_OPTIONS}},
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into config.json after a load; before it, the method and the options."""
         if self._written is not None:
             return copy.deepcopy(self._written)
         return copy.deepcopy({key: value for key, value in self.__dict__.items() if not key.startswith("_")})
+
+
+def written_config(
+    dialect: Dialect, dense: list[str], stored: Mapping[str, Any] | None, left_dense: list[str] | None
+) -> dict[str, Any]:
+    """The `quantization_config` of a folder whose experts are in a dialect, without this software's marker.
+
+    Args:
+        dialect: of its experts.
+        dense: the names of linear layers beside experts, none of which is packed.
+        stored: the config that the checkpoint came with, which is kept if it is of this dialect.
+        left_dense: experts that are not packed, see `MXFP4Config`.
+    """
+    if stored is None or not dialect.claims(stored):
+        written = dialect.config(dense)
+        if "modules_to_not_convert" in written:
+            written["modules_to_not_convert"] = written["modules_to_not_convert"] or left_dense
+        return written
+    written = {key: value for key, value in copy.deepcopy(dict(stored)).items() if key != MARKER}
+    if dialect is per_expert.COMPRESSED_TENSORS:
+        # Layers that are dense and not named, as in Kimi K3's config, are read as packed by others.
+        ignored = list(written.get("ignore") or [])
+        written["ignore"] = ignored + [name for name in dense if not per_expert.is_ignored(name, written)]
+    return written
 
 
 def is_marked(stored: Any) -> bool:

@@ -8,6 +8,7 @@ the loader fills them; `_process_model_after_weight_loading` checks that nothing
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from ..formats import (
     float_dtypes,
     is_activation_scale,
     read_headers,
+    split,
 )
 from ..formats import gguf as layout
 from ..linear import MXFP4Linear
@@ -39,6 +41,10 @@ from .config import MXFP4Config, names_mxfp4
 from .task import Task, TaskConverter
 
 logger = logging.get_logger(__name__)
+
+_READS_STORED_DTYPES = hasattr(HfQuantizer, "get_new_dtype")
+"""Transformers since 5.21 asks which tensors to read in the dtype that they are stored in. Before, it cast floating
+point tensors to the model's dtype, but for those of packed checkpoints whose names change as they load."""
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -58,8 +64,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._loading: list[WeightTransform] = []
         self._saving: list[WeightTransform] = []
         self._model_type = ""
-        self._left_dense = False
+        self._left_dense = self._write_mlx = False
         self._dense_layers: list[str] = []
+        self._dtypes: dict[str, torch.dtype] = {}
         self._found = Found(None, [], {}, {})
         self._gguf: layout.GGUFHeader | None = None
         self.gguf_config: Any = None
@@ -83,6 +90,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             flat = {name: module for name, module in experts.items() if _is_flat(module)}
             converted = flat if dialect is not None else {}
         self._refuse_kernels(model, converted, use_kernels)
+        self._dtypes = {} if _READS_STORED_DTYPES else _planned_dtypes(model, kwargs.get("dtype") or model.dtype)
         self._model_type = model.config.model_type
         self._left_dense = len(converted) < len(experts)
         self._dense_layers = [
@@ -126,7 +134,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if self._gguf is not None:
             return found
         cast = next((i.dtype for i in tensors.values() if i.dtype in ("F8_E8M0", "F8_E4M3")), None)
-        if cast is not None and not hasattr(HfQuantizer, "get_new_dtype"):
+        if cast is not None and not _READS_STORED_DTYPES:
             raise CheckpointError(
                 f"the checkpoint stores tensors as {cast}, which Transformers before 5.21 casts to other values"
             )
@@ -203,7 +211,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if any(isinstance(module, PackedModule) for module, _ in task.targets.values()):
             wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
             dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
-            self.quantization_config.write_as(dialect, self._dense_layers)
+            as_stored = not (self._found.layers or self._found.fp8)
+            self.quantization_config.write_as(dialect, self._dense_layers, as_stored=as_stored)
+            self._write_mlx = dialect is split.MLX
         is_gguf = self._gguf is not None
         self._loading = plan.for_loading(task, self._found, weight_conversions, self._block(), is_gguf)
         return self._loading + list(weight_conversions)
@@ -217,6 +227,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         task, config = self._task, self.quantization_config
         assert task is not None
         self._check_filled(model, task)
+        for name, parameter in model.named_parameters():
+            wanted = self._dtypes.get(name, parameter.dtype)
+            if parameter.dtype != wanted and not parameter.is_meta:
+                parameter.data = parameter.data.to(wanted)
         if config.dequantize:
             self._dequantize(model)
             self.remove_quantization_config(model)
@@ -228,6 +242,10 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 # Older versions of Transformers would apply a dense projection's renaming to packed ones.
                 used = [c for c in used if isinstance(c, WeightConverter) or not _fills(c, task)]
             model._weight_conversions = used + self._saving
+            # MLX looks for its config by another name; of a checkpoint that came from there it would be out of date.
+            model.config.__dict__.pop("quantization", None)
+            if self._write_mlx:
+                model.config.quantization = config.to_dict()
             packed = next(module for module in model.modules() if isinstance(module, PackedModule))
             device = next(packed.parameters()).device.type
             choice = packed.backend_choice("cpu" if device == "meta" else device)
@@ -312,6 +330,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def is_compileable(self) -> bool:
         """Yes: the forward is made of ops that torch.compile knows."""
         return True
+
+
+def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype that each floating point parameter is to have after a load in `dtype`, by name."""
+    kept: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    parameters = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    return {
+        name: next((wanted for pattern, wanted in kept.items() if re.search(pattern, name)), own)
+        for name, own in parameters.items()
+    }
 
 
 def _tell_of_decoded_layers(found: Found) -> None:

@@ -95,6 +95,9 @@ def for_saving(task: Task, conversions: list[WeightTransform], wanted: Wanted) -
     patterns = [pattern for original in originals for pattern in original._original_source_patterns]
     has_names = bool(patterns or has_linears) and all(p.endswith(".weight") and "*" in p for p in patterns)
     dialect = _dialect(wanted, has_names, has_linears)
+    nameless = [proj for proj in sorted(map(_proj, names)) if not _has_name(dialect, proj)]
+    if nameless:
+        raise ValueError(f"save_format={dialect.name!r} has no name for {nameless[0]}; use 'hf_mxfp4'")
     saved: list[WeightTransform] = []
     if dialect.layout == "stacked":
         for leaf in _leaves(names):
@@ -274,6 +277,12 @@ def _packed(task: Task) -> set[str]:
 
 def _linears(task: Task) -> set[str]:
     return {full for module, full in task.targets.values() if isinstance(module, MXFP4Linear)}
+
+
+def _has_name(dialect: Dialect, proj: str) -> bool:
+    """Whether a dialect can name a projection, or the matrices that it is made of."""
+    parts = [proj] if dialect.layout == "stacked" else _PARTS[proj]
+    return set(parts) <= set(dialect.projections.values())
 
 
 def _proj(full: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import PreTrainedModel, modeling_gguf_pytorch_utils, modeling_utils
+from transformers import PreTrainedModel, configuration_utils, modeling_gguf_pytorch_utils, modeling_utils
 from transformers.quantizers import auto
 from transformers.utils import cached_file
 
@@ -91,7 +91,7 @@ def _described(config: Any) -> dict[str, Any] | None:
     """What a model's config says of its weights, see `formats.checkpoint.described`; None if it says nothing."""
     levels = []
     for part in (config, config.get_text_config(decoder=True)):
-        stored = getattr(part, "quantization_config", None)
+        stored: Any = getattr(part, "quantization_config", None)
         level = {"quantization_config": stored.to_dict() if hasattr(stored, "to_dict") else stored}
         levels.append(level | {key: getattr(part, key, None) for key in ("quantization", "expert_dtype")})
     return described({**levels[0], "text_config": levels[1]}) or None
@@ -137,6 +137,29 @@ def _gguf_config(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load_gguf_checkpoint
 
 
+def _packed_quantizer(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_hf_quantizer` as it was, but for loads that are ours."""
+
+    @wraps(stock)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        gguf_file = kwargs.get("gguf_file")
+        ours = _ours(config, quantization_config)
+        if ours is None and quantization_config is None and _takeover.enabled and _holds_mxfp4(config, gguf_file):
+            ours = MXFP4Config()
+        if ours is None:
+            return stock(config, quantization_config, *args, **kwargs)
+        if gguf_file is not None:  # which stock refuses beside a method of another name
+            quantizer, *rest = stock(config, ours, *args, **{**kwargs, "gguf_file": None})
+            quantizer.gguf_config = config
+            return quantizer, *rest
+        if ours.stored is None:
+            return stock(config, ours, *args, **kwargs)
+        config.quantization_config = ours  # the other two wrappers let it pass
+        return stock(config, None, *args, **kwargs)
+
+    return get_hf_quantizer
+
+
 def install() -> None:
     """Registers the method and wraps the functions, once a process."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = MXFP4HfQuantizer
@@ -147,25 +170,6 @@ def install() -> None:
     stock_merge = loader.merge_quantization_configs
     stock_supports = loader.supports_quant_method
 
-    stock_get = auto.get_hf_quantizer
-
-    @wraps(stock_get)
-    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-        gguf_file = kwargs.get("gguf_file")
-        ours = _ours(config, quantization_config)
-        if ours is None and quantization_config is None and _takeover.enabled and _holds_mxfp4(config, gguf_file):
-            ours = MXFP4Config()
-        if ours is None:
-            return stock_get(config, quantization_config, *args, **kwargs)
-        if gguf_file is not None:  # which stock refuses beside a method of another name
-            quantizer, *rest = stock_get(config, ours, *args, **{**kwargs, "gguf_file": None})
-            quantizer.gguf_config = config
-            return quantizer, *rest
-        if ours.stored is None:
-            return stock_get(config, ours, *args, **kwargs)
-        config.quantization_config = ours  # both functions below let it pass
-        return stock_get(config, None, *args, **kwargs)
-
     def merge_quantization_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if isinstance(quantization_config, MXFP4Config):
             return quantization_config
@@ -174,10 +178,12 @@ def install() -> None:
     def supports_quant_method(quantization_config_dict: Any) -> bool:
         return isinstance(quantization_config_dict, MXFP4Config) or bool(stock_supports(quantization_config_dict))
 
-    PreTrainedModel.save_pretrained = _packed_save(PreTrainedModel.save_pretrained)
-    stock_gguf = modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    modeling_gguf_pytorch_utils.load_gguf_checkpoint = _gguf_config(stock_gguf)
-    auto.get_hf_quantizer = modeling_utils.get_hf_quantizer = get_hf_quantizer
     merge_quantization_configs._is_hf_mxfp4 = True  # type: ignore[attr-defined]
     loader.merge_quantization_configs = classmethod(merge_quantization_configs)
     loader.supports_quant_method = staticmethod(supports_quant_method)
+    auto.get_hf_quantizer = modeling_utils.get_hf_quantizer = _packed_quantizer(auto.get_hf_quantizer)
+    PreTrainedModel.save_pretrained = _packed_save(PreTrainedModel.save_pretrained)
+    read_gguf = _gguf_config(modeling_gguf_pytorch_utils.load_gguf_checkpoint)
+    for module in (modeling_gguf_pytorch_utils, configuration_utils):  # older versions have it in both
+        if hasattr(module, "load_gguf_checkpoint"):
+            module.load_gguf_checkpoint = read_gguf

@@ -1,5 +1,6 @@
 """Every dialect loads to the same bytes and computes the same, and is written as it was read."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def quantized(sources):
     return load
 
 
+@pytest.fixture
+def reads(reads_e8m0):
+    """Ends a test where this version of Transformers refuses to read the scales of a dialect."""
+
+    @contextlib.contextmanager
+    def reads(dialect):
+        if dialect != "deepseek-v4" or isinstance(reads_e8m0, contextlib.nullcontext):
+            yield
+            return
+        with reads_e8m0:
+            yield
+        pytest.skip("refused, as it should be")
+
+    return reads
+
+
 def packed_bytes(model):
     return {
         f"{name}.{key}": value
@@ -75,30 +92,33 @@ def assert_same(model, expected):
 
 
 @pytest.mark.parametrize(("family", "dialect"), PAIRS)
-def test_dialect_loads_to_the_same_bytes_and_logits(family, dialect, laid_out, quantized, load):
-    model = load(laid_out(family, dialect))
+def test_dialect_loads_to_the_same_bytes_and_logits(family, dialect, laid_out, quantized, load, reads):
+    with reads(dialect):
+        model = load(laid_out(family, dialect))
     hf_mxfp4.assert_packed(model)
     assert {row.source for row in hf_mxfp4.packed_report(model).rows} == {dialect}
     assert_same(model, quantized(family))
 
 
 @pytest.mark.parametrize(("family", "dialect"), PAIRS)
-def test_enabled_it_loads_so_without_a_config(family, dialect, laid_out, quantized):
-    with hf_mxfp4.enable():
+def test_enabled_it_loads_so_without_a_config(family, dialect, laid_out, quantized, reads):
+    with hf_mxfp4.enable(), reads(dialect):
         model = AutoModelForCausalLM.from_pretrained(laid_out(family, dialect), dtype=torch.float32)
     hf_mxfp4.assert_packed(model)
     assert_same(model, quantized(family))
 
 
 @pytest.mark.parametrize(("family", "dialect"), PAIRS)
-def test_saved_in_its_own_dialect_it_is_byte_identical(family, dialect, laid_out, quantized, load, tmp_path):
+def test_saved_in_its_own_dialect_it_is_byte_identical(family, dialect, laid_out, quantized, load, reads, tmp_path):
     folder = laid_out(family, dialect)
-    load(folder, dtype="auto", config=hf_mxfp4.MXFP4Config(save_format=dialect)).save_pretrained(tmp_path)
+    with reads(dialect):
+        model = load(folder, dtype="auto", config=hf_mxfp4.MXFP4Config(save_format=dialect))
+    model.save_pretrained(tmp_path)
     before, after = load_file(f"{folder}/model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert before.keys() == after.keys()
     for name, value in before.items():
-        if ".mixer.gate." in name:  # Transformers keeps it in float32
-            value = value.float()
+        if ".mixer.gate." in name:  # some versions of Transformers keep it in float32
+            value = value.to(after[name].dtype)
         assert value.dtype == after[name].dtype, name
         assert torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -206,9 +206,15 @@ def test_backend_that_is_not_here_is_refused_before_loading(sources, load, monke
         load(sources["qwen3_moe"], config=hf_mxfp4.MXFP4Config(backend="triton"))
 
 
-def test_save_format_that_the_model_has_no_names_for_is_refused(sources, load):
-    with pytest.raises(ValueError, match="save_format='compressed-tensors' stores a tensor an expert"):
-        load(sources["gpt_oss"], config=hf_mxfp4.MXFP4Config(save_format="compressed-tensors"))
+@pytest.mark.parametrize("name", ["gpt-oss-original", "gguf", "nvfp4 (modelopt)"])
+def test_save_format_that_is_only_read_is_refused(name):
+    with pytest.raises(ValueError, match=r"save_format is .*; expected auto, gpt-oss, hf_mxfp4, vllm"):
+        hf_mxfp4.MXFP4Config(save_format=name)
+
+
+def test_stacks_for_experts_without_a_gate_have_no_name_in_vllm(sources, load):
+    with pytest.raises(ValueError, match="save_format='vllm' has no name for up_proj"):
+        load(sources["nemotron_h"], config=hf_mxfp4.MXFP4Config(save_format="vllm"))
 
 
 def test_use_kernels_would_replace_the_forward_and_is_refused(sources, monkeypatch):
