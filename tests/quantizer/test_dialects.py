@@ -195,3 +195,57 @@ def test_gpt_oss_under_openais_own_names_is_saved_as_stock_has_it(original, sour
     assert not any("qkv" in name or name.startswith("block.") for name in names)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert_same(again, quantized("gpt_oss"))
+
+
+VLLM_SHARDS = {"w13": ("gate_proj", "up_proj", "w1", "w3"), "w2": ("down_proj", "w2")}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_per_expert_files_fill_what_vllm_registers(family, sources, load, tmp_path):
+    """vLLM's compressed-tensors MoE method has w13_weight_packed [E, 2I, H/2], w2_weight_packed [E, H, I/2] and scales
+    /32, uint8, and fills them from one tensor an expert under the model's own names."""
+    load(sources[family], config=hf_mxfp4.MXFP4Config(save_format="compressed-tensors")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    count = config.get("num_experts") or config["num_local_experts"]
+    hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    rows = {"w13": (inner, hidden), "w2": (hidden, inner)}
+    filled = dict.fromkeys(((shard, ending) for shard in rows for ending in ("weight_packed", "weight_scale")), 0)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." not in name:
+            continue
+        expert, matrix, ending = name.rpartition(".experts.")[2].split(".")
+        shard = next(shard for shard, matrices in VLLM_SHARDS.items() if matrix in matrices)
+        n, k = rows[shard]
+        assert int(expert) < count
+        assert (tensor.dtype, *tensor.shape) == (torch.uint8, n, k // (2 if ending == "weight_packed" else 32)), name
+        filled[shard, ending] += n
+    layers = config["num_hidden_layers"]
+    for (shard, _), found in filled.items():
+        assert found == layers * count * rows[shard][0] * (2 if shard == "w13" else 1)
+    groups = config["quantization_config"]["config_groups"].values()
+    assert [group["format"] for group in groups] == ["mxfp4-pack-quantized"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_fused_files_have_what_vllm_registers(family, sources, load, tmp_path):
+    """vLLM's mxfp4 MoE method has w13_weight uint8 [E, 2I, H/2], w13_weight_scale [E, 2I, H/32], w13_bias [E, 2I] and
+    the same for w2."""
+    load(sources[family], config=hf_mxfp4.MXFP4Config(save_format="vllm")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    count = config.get("num_experts") or config["num_local_experts"]
+    hidden, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    expected = {
+        "w13_weight": (count, 2 * inner, hidden // 2),
+        "w13_weight_scale": (count, 2 * inner, hidden // 32),
+        "w2_weight": (count, hidden, inner // 2),
+        "w2_weight_scale": (count, hidden, inner // 32),
+    }
+    if family == "gpt_oss":
+        expected |= {"w13_bias": (count, 2 * inner), "w2_bias": (count, hidden)}
+    tensors = load_file(tmp_path / "model.safetensors")
+    for n in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{n}.mlp.experts."
+        found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        assert {name: tuple(t.shape) for name, t in found.items()} == expected
+        assert all(t.dtype == torch.uint8 for name, t in found.items() if "bias" not in name)
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
