@@ -8,7 +8,7 @@ from .experts import MXFP4Experts
 from .formats import CheckpointError
 from .mxfp4 import MXFP4Tensor, dequantize
 from .ops import mxfp4_expert_linear, quantize
-from .quantizer import MXFP4Config, MXFP4HfQuantizer, disable, enable
+from .quantizer import MXFP4Config, MXFP4HfQuantizer, disable, enable, stream_experts
 from .report import NotPackedError, PackedReport, assert_packed, packed_report
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "mxfp4_expert_linear",
     "packed_report",
     "quantize",
+    "stream_experts",
 ]
 
 

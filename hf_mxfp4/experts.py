@@ -9,7 +9,7 @@ E experts, T tokens, k experts a token, H hidden size, I intermediate size. A Tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class MXFP4Experts(PackedModule):
     fusable: bool
     """Whether a backend that knows the activation can run all of the module in one call."""
     post_expert_norm: nn.Module
+    beside: dict[str, Callable[[Tensor, routing.Plan], Tensor]]
+    """What is added to a projection's outputs, by its name, from its inputs [S, K] and their slots. For adapters, which
+    put it there for the time of a forward."""
 
     def __init__(
         self, experts: nn.Module, *, name: str = "experts", backend: str = "auto", activation: str = "auto"
@@ -63,7 +66,7 @@ class MXFP4Experts(PackedModule):
         _copy_shell(experts, self, skip=(*dense, "mlp") if layout.is_flat else tuple(dense))
         self.training = experts.training
         self._pack_init(type(experts), dense["down_proj"].dtype, backend, activation)
-        self.layout = layout
+        self.layout, self.beside = layout, {}
         self.dense_counts = {proj: weight.shape[0] for proj, weight in dense.items()}
         for proj, weight in dense.items():
             _, rows, columns = weight.mT.shape if layout.is_transposed else weight.shape
@@ -183,7 +186,10 @@ class MXFP4Experts(PackedModule):
         if self.layout.identities:
             last = self.num_routed + (getattr(self, self.layout.identities) or 0)
             identity = (top_k_index >= self.num_routed) & (top_k_index < last)
-            mixed = mixed + weights.masked_fill(~identity, 0).sum(dim=-1, keepdim=True) * hidden_states.to(compute)
+            # Under tensor parallelism this child, which stands for them, gives each process its part of the token.
+            own: Any = getattr(self, "identity_expert", None)
+            token = hidden_states if own is None else own(hidden_states)
+            mixed = mixed + weights.masked_fill(~identity, 0).sum(dim=-1, keepdim=True) * token.to(compute)
         return mixed.to(hidden_states.dtype).view(shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Module:
@@ -241,7 +247,7 @@ class MXFP4Experts(PackedModule):
     def _run_fused(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
         """All of the module in one call of a backend that can; None otherwise, and where a gradient is asked for."""
         dtype, held = hidden_states.dtype, self._parameters
-        if dtype not in _FUSED_DTYPES:
+        if dtype not in _FUSED_DTYPES or self.beside:
             return None
         tensors = [hidden_states, top_k_weights, top_k_index, *(value for value in held.values() if value is not None)]
         on_cpu = hidden_states.is_cpu
@@ -297,6 +303,8 @@ class MXFP4Experts(PackedModule):
         backend = self.backend(x.device.type)
         narrow = backend == "triton" and self.is_narrow()
         out = ops.grouped_linear(x, blocks, scales, slots.offsets, operand=operand, narrow=narrow, backend=backend)
+        if proj in self.beside:
+            out = out + self.beside[proj](x, slots).to(out.dtype)
         bias = getattr(self, f"{proj}_bias", None)
         if bias is not None:
             out = out + bias.to(out.dtype)[slots.experts.clamp(max=self.num_routed - 1)]
@@ -324,7 +332,7 @@ def _have_tangents(tensors: Iterable[Tensor]) -> bool:
 
 
 _HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
-_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation", "fusable")
+_OWN_ATTRIBUTES = (*PACKED_ATTRIBUTES, "layout", "dense_counts", "flat_shell", "known_activation", "fusable", "beside")
 _NOT_OF_THE_ACTIVATION = (*_OWN_ATTRIBUTES, "forward", "training")
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

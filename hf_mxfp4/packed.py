@@ -26,6 +26,19 @@ def dtype_names(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
+def shard_of(parameter: Any) -> tuple[tuple[int, ...], dict[int, int]]:
+    """What a process holds of a parameter: the shape of its part, and the number of parts of each split dimension."""
+    if not hasattr(parameter, "device_mesh"):  # of a `DTensor`, whose import is a heavy one
+        return tuple(parameter.shape), {}
+    ways: dict[int, int] = {}
+    for axis, placement in enumerate(parameter.placements):
+        parts, dim = parameter.device_mesh.size(axis), getattr(placement, "dim", None)
+        if dim is not None and parts > 1:
+            dim %= parameter.ndim
+            ways[dim] = ways.get(dim, 1) * parts
+    return tuple(parameter.to_local().shape), ways
+
+
 class Source(NamedTuple):
     """Where packed weights came from.
 
@@ -67,7 +80,7 @@ class PackedModule(nn.Module):
         self.requested_activation = activation
         self.source = None
         self._choices: dict[str, Choice] = {}
-        self._narrow: dict[str, tuple[int, bool]] = {}
+        self._narrow: dict[str, tuple[tuple[int, int], bool]] = {}
 
     def _make_room(self, proj: str, shape: tuple[int, ...], name: str, device: torch.device) -> None:
         """Registers the packed parameters of a weight [..., N, K]; ValueError, naming it, if K cannot be packed."""
@@ -81,8 +94,10 @@ class PackedModule(nn.Module):
         return mxfp4.MXFP4Tensor(self.get_parameter(f"{proj}_blocks").data, self.get_parameter(f"{proj}_scales").data)
 
     def packed_here(self, proj: str) -> mxfp4.MXFP4Tensor:
-        """As `packed`; ValueError for bytes that are offloaded."""
+        """As `packed`; ValueError for bytes that are offloaded, or split over processes."""
         tensor = self.packed(proj)
+        if shard_of(tensor.blocks)[1]:
+            raise ValueError(f"{proj} is split over processes and cannot be dequantized; load the model in one process")
         if tensor.blocks.is_meta:
             raise ValueError(f"{proj} is offloaded and cannot be dequantized; load the model without offloading")
         return tensor
@@ -122,13 +137,15 @@ class PackedModule(nn.Module):
         return all(self._is_narrow(f"{proj}_scales") for proj in self.projection_names)
 
     def _is_narrow(self, name: str) -> bool:
-        scales = self.get_parameter(name)
-        version, narrow = self._narrow.get(name, (-1, False))
+        scales: Any = self.get_parameter(name)
+        scales = scales.to_local() if hasattr(scales, "device_mesh") else scales
+        seen, narrow = self._narrow.get(name, (None, False))
         if torch.compiler.is_compiling() or not ops.nobody_listens() or scales.is_meta:
             return narrow
-        if version != scales._version and not (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
+        now = scales._version, scales.numel()  # the latter changes where FSDP gathers parameters for a forward
+        if seen != now and not (scales.is_cuda and torch.cuda.is_current_stream_capturing()):
             narrow = not scales.numel() or bool(((scales - 1) < _NARROW).all())  # 0 - 1 is 255
-            self._narrow[name] = (scales._version, narrow)
+            self._narrow[name] = (now, narrow)
         return narrow
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

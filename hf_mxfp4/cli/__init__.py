@@ -10,9 +10,17 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, demo, doctor, tune
+from . import bench, convert, demo, doctor, inspect, tune, verify
 
-COMMANDS = {"bench": bench, "demo": demo, "doctor": doctor, "tune": tune}
+COMMANDS = {
+    "bench": bench,
+    "convert": convert,
+    "demo": demo,
+    "doctor": doctor,
+    "inspect": inspect,
+    "tune": tune,
+    "verify": verify,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -56,6 +56,10 @@ DIALECTS: tuple[Dialect, ...] = (
 )
 """Every dialect of safetensors files. Of those with the same tensors the first counts if no config says otherwise."""
 
+_CODES = {row.blocks: [other for other in DIALECTS if other.blocks == row.blocks] for row in DIALECTS}
+_SIBLINGS = {ending: tuple(dict.fromkeys(e for row in rows for e in row.endings)) for ending, rows in _CODES.items()}
+_CODES_ENDINGS = tuple(_CODES)
+
 _READ_AS = {
     "U8": ("U8", "I8", "F8_E8M0", "F4"),
     "I8": ("U8", "I8", "F8_E8M0", "F4"),
@@ -116,12 +120,19 @@ def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None =
     experts: list[str] = []
     layers: dict[str, Dialect] = {}
     owned: set[str] = set()
+    known: dict[Any, Dialect | None] = {}
     for name, info in tensors.items():
-        row = _row_of(name, info, tensors, config or {})
+        if not name.endswith(_CODES_ENDINGS):
+            continue
+        if info.dtype in _FLOAT_DTYPES and name.endswith(("weight", "bias")):  # most tensors of a dense checkpoint
+            continue
+        expert = is_expert(name)
+        row = _row_of(name, expert, tensors, config or {}, known)
         if row is None:
             continue
-        owned.update(row.siblings(name))
-        if is_expert(name):
+        stem = name.removesuffix(row.blocks)
+        owned.update([stem + ending for ending in row.endings])
+        if expert:
             found.setdefault(row, name)
             experts.append(name)
         else:
@@ -134,7 +145,8 @@ def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None =
         raise CheckpointError(f"this checkpoint holds layers beside its experts in more than one layout: {examples}")
     scaled = _fp8_layers(tensors)
     owned.update(scaled, scaled.values())
-    _check_the_rest({name: info for name, info in tensors.items() if name not in owned}, next(iter(found), None))
+    rest = {name: info for name, info in tensors.items() if name not in owned}
+    _check_the_rest(rest, next(iter(found), None), config or {})
     return Found(next(iter(found), None), experts, layers, scaled)
 
 
@@ -167,6 +179,7 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
             named.
     """
     tensors: dict[str, TensorInfo] = {}
+    alike: dict[TensorInfo, TensorInfo] = {}  # one object for tensors that are alike, of which there may be many
     for file in map(Path, files):
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -181,20 +194,39 @@ def read_headers(files: Iterable[str | Path]) -> dict[str, TensorInfo]:
                     if name in tensors:
                         raise CheckpointError(f"{name} is in {file} and in another file of the checkpoint")
                     part = opened.get_slice(name)
-                    tensors[name] = TensorInfo(part.get_dtype(), tuple(part.get_shape()))
+                    info = TensorInfo(part.get_dtype(), tuple(part.get_shape()))
+                    tensors[name] = alike.setdefault(info, info)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is no whole safetensors file: {error}") from error
     return tensors
 
 
 def _row_of(
-    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+    name: str,
+    expert: bool,
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    known: dict[Any, Dialect | None],
 ) -> Dialect | None:
-    """The dialect that a tensor of codes belongs to; None for any other tensor."""
-    if info.dtype in _FLOAT_DTYPES and name.endswith(("weight", "bias")):  # most tensors of a dense checkpoint
-        return None
+    """The dialect that a tensor of codes belongs to, by a name that ends like one's; None for any other tensor.
+
+    It follows from the tensor and what may stand beside it, and is looked up in `known` where these are alike: there
+    are checkpoints of half a million tensors.
+    """
+    ending = next(ending for ending in _CODES_ENDINGS if name.endswith(ending))
+    stem = name.removesuffix(ending)
+    key = (ending, expert, *[tensors.get(stem + other) for other in _SIBLINGS[ending]])
+    if key not in known:
+        rows = [row for row in _CODES[ending] if _is_layered(row) or expert]
+        known[key] = _choose(name, tensors[name], tensors, config, rows)
+    return known[key]
+
+
+def _choose(
+    name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], rows: list[Dialect]
+) -> Dialect | None:
+    """That of `rows`, which all call their codes so, whose tensors a weight has; None if it is none of theirs."""
     expert = is_expert(name)
-    rows = [row for row in DIALECTS if name.endswith(row.blocks) and (_is_layered(row) or expert)]
     if not rows or (rows[0].blocks == ".weight" and info.dtype == fp8.DTYPE):
         return None
     whole = [row for row in rows if all(sibling in tensors for sibling in row.siblings(name))]
@@ -221,7 +253,8 @@ def _narrow(rows: list[Dialect], name: str, info: TensorInfo, tensors: Mapping[s
         rows = fitting
     dims = [row for row in rows if len(info.shape) in _dims(row, is_expert(name))]
     if not dims:
-        raise CheckpointError(f"{name} has shape {list(info.shape)}; expected {rows[0].dims} dimensions")
+        expected = " or ".join(sorted({str(dim) for row in rows for dim in _dims(row, is_expert(name))}))
+        raise CheckpointError(f"{name} has shape {list(info.shape)}; expected {expected} dimensions")
     scales_name = dims[0].siblings(name)[1]
     scales = tensors[scales_name]
     fits = [row for row in dims if scales.shape and info.shape == _codes_shape(row, info, scales.shape)]
@@ -265,12 +298,13 @@ def _missing(row: Dialect, name: str, tensors: Mapping[str, TensorInfo]) -> Chec
     return CheckpointError(f"{lost} is missing from the checkpoint, which holds {name}")
 
 
-def _check_the_rest(tensors: Mapping[str, TensorInfo], dialect: Dialect | None) -> None:
+def _check_the_rest(tensors: Mapping[str, TensorInfo], dialect: Dialect | None, config: Mapping[str, Any]) -> None:
     """Raises for tensors in another low-bit format, and for scales of experts whose codes are lost."""
+    likely = sorted(DIALECTS, key=lambda row: (row is not dialect, not row.claims(config)))
     for name, info in tensors.items():
         if is_activation_scale(name):
             continue
-        for row in DIALECTS:
+        for row in likely:
             if name.endswith(row.scales) and info.dtype in ("U8", "F8_E8M0") and is_expert(name):
                 codes = name.removesuffix(row.scales) + row.blocks
                 if codes in tensors:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,13 +106,36 @@ class Entry(NamedTuple):
         name: in the file.
         dtype: "MXFP4" or one of `TORCH_TYPES`.
         shape: of the weights.
-        read: gives it when its turn comes: an MXFP4Tensor, or a tensor of any floating point dtype, which is cast.
+        read: gives it when its turn comes: an MXFP4Tensor, or a tensor of any floating point dtype, which is cast; or
+            one for each index of the first dimension, each made when the one before is written.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], Tensor | MXFP4Tensor]
+    read: Callable[[], Tensor | MXFP4Tensor | Iterator[Tensor | MXFP4Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file; ValueError for a width that is not whole blocks."""
+        if self.dtype in TORCH_TYPES:
+            return prod(self.shape) * TORCH_TYPES[self.dtype].itemsize
+        if self.dtype != TYPE or self.shape[-1] % BLOCK_SIZE:
+            raise ValueError(f"{self.name}: {list(self.shape)} cannot be written as {self.dtype}")
+        return prod(self.shape) // BLOCK_SIZE * BLOCK_BYTES
+
+    def tofile(self, stream: Any) -> None:
+        """Writes it, for the package's writer; ValueError if `read` gives another shape."""
+        given = self.read()
+        if isinstance(given, (Tensor, MXFP4Tensor)):
+            _payload(self, given, self.shape).numpy().tofile(stream)
+            return
+        count = 0
+        for part in given:
+            _payload(self, part, self.shape[1:]).numpy().tofile(stream)
+            count += 1
+        if count != self.shape[0]:
+            raise ValueError(f"{self.name}: got {count} parts, announced was {self.dtype} {list(self.shape)}")
 
 
 def decode(blocks: Tensor) -> MXFP4Tensor:
@@ -216,7 +239,7 @@ def dequantize(name: str, tensor: GGUFTensor) -> Any:
 
 
 def write(path: str | Path, architecture: str, metadata: Mapping[str, Any], entries: Iterable[Entry]) -> None:
-    """Writes a file, one tensor in memory at a time, under another name until it is complete.
+    """Writes a file, one tensor or part of one in memory at a time, under another name until it is complete.
 
     Args:
         path: the file, which is replaced if it is there. Until then it is called as this and `.part`.
@@ -234,13 +257,13 @@ def write(path: str | Path, architecture: str, metadata: Mapping[str, Any], entr
     for key, value in metadata.items():
         _add(writer, key, value)
     for entry in entries:
-        writer.add_tensor_info(entry.name, entry.shape, None, _size(entry), gguf.GGMLQuantizationType[entry.dtype])
+        writer.add_tensor_info(entry.name, entry.shape, None, entry.nbytes, gguf.GGMLQuantizationType[entry.dtype])
     try:
         writer.write_header_to_file(part)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for entry in entries:
-            writer.write_tensor_data(_payload(entry).numpy())
+            writer.write_tensor_data(entry)
         writer.close()
         part.replace(path)
     finally:
@@ -381,24 +404,14 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
 
 
-def _size(entry: Entry) -> int:
-    """Bytes of an entry; ValueError for a width that is not whole blocks."""
-    if entry.dtype in TORCH_TYPES:
-        return prod(entry.shape) * TORCH_TYPES[entry.dtype].itemsize
-    if entry.dtype != TYPE or entry.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"{entry.name}: {list(entry.shape)} cannot be written as {entry.dtype}")
-    return prod(entry.shape) // BLOCK_SIZE * BLOCK_BYTES
-
-
-def _payload(entry: Entry) -> Tensor:
-    """What stands in the file, in one dimension of bytes."""
-    given = entry.read()
+def _payload(entry: Entry, given: Tensor | MXFP4Tensor, expected: tuple[int, ...]) -> Tensor:
+    """What stands in the file for an entry or a part of it, in one dimension of bytes."""
     if isinstance(given, MXFP4Tensor):
         shape, dtype = (*given.scales.shape[:-1], BLOCK_SIZE * given.scales.shape[-1]), TYPE
     else:
         shape, dtype = tuple(given.shape), entry.dtype
-    if shape != entry.shape or dtype != entry.dtype or isinstance(given, MXFP4Tensor) != (dtype == TYPE):
-        raise ValueError(f"{entry.name}: got {dtype} {list(shape)}, announced was {entry.dtype} {list(entry.shape)}")
+    if shape != expected or dtype != entry.dtype or isinstance(given, MXFP4Tensor) != (dtype == TYPE):
+        raise ValueError(f"{entry.name}: got {dtype} {list(shape)}, announced was {entry.dtype} {list(expected)}")
     if isinstance(given, MXFP4Tensor):
         return encode(given).cpu().reshape(-1)
     return given.detach().cpu().to(TORCH_TYPES[dtype]).contiguous().reshape(-1).view(torch.uint8)

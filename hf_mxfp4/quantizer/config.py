@@ -27,6 +27,8 @@ METHOD = "hf_mxfp4"
 MARKER = "hf_mxfp4"
 SAVE_FORMATS = ("auto", *(row.name for row in DIALECTS if row.encode is not None))
 
+DEFAULT_CACHE = 1 << 30
+
 _STORED_OPTIONS = ("scale_rule", "ties", "modules_to_not_convert")
 
 
@@ -47,6 +49,7 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         save_format: str = "auto",
         requantize: bool = False,
         activation: str = "auto",
+        expert_cache_bytes: int = DEFAULT_CACHE,
         **unknown: Any,
     ) -> None:
         """Checks and keeps the options.
@@ -64,6 +67,7 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
                 and quantized anew. `packed_report` states the error that this added.
             activation: "int8" rounds activations to 8 bits and a step for each 32 before they are multiplied; "auto"
                 keeps them in bfloat16 or float32, whichever tokens have.
+            expert_cache_bytes: memory for experts that a device map has put on disk, see `stream_experts`.
             unknown: anything else, refused.
 
         Raises:
@@ -83,6 +87,8 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         for name, value in (("dequantize", dequantize), ("requantize", requantize)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}; expected True or False")
+        if type(expert_cache_bytes) is not int or expert_cache_bytes < 0:
+            raise ValueError(f"expert_cache_bytes is {expert_cache_bytes!r}; expected a number of bytes")
         _check_patterns(modules_to_not_convert)
         self.quant_method = METHOD
         self.scale_rule = scale_rule
@@ -93,6 +99,7 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         self.save_format = save_format
         self.requantize = requantize
         self.activation = activation
+        self.expert_cache_bytes = expert_cache_bytes
         self._stored: dict[str, Any] | None = None
         self._written: dict[str, Any] | None = None
 

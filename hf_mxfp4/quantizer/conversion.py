@@ -26,7 +26,8 @@ from .. import mxfp4, ops, pages
 from ..experts import MXFP4Experts
 from ..families import Layout, flat_rows, layout_of
 from ..formats import CheckpointError
-from ..packed import dtype_names
+from ..packed import dtype_names, shard_of
+from . import parallel
 from .rows import JoinRows
 from .task import FlatRows, KeepStack, Task, TaskConverter, check_shape, first, read
 
@@ -82,6 +83,7 @@ class ExpertsConverter(TaskConverter):
         self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
     ) -> dict[str, Tensor]:
         """The projection, by the way that its sources need; see `TaskConverter`."""
+        parallel.check_experts(module, name, self.task, self.operations)
         if self.task.dialect is None:
             pages.trim()  # what quantizing the projection before left free
         if isinstance(self.operations[0], FlatRows):
@@ -103,7 +105,7 @@ class ExpertsConverter(TaskConverter):
         dialect = self.task.dialect
         if dialect is not None and not dialect.is_lossy and isinstance(module, MXFP4Experts):
             packed = self.task.decode(name, module, stacks)
-            check_shape(packed.blocks, module.packed(name.rpartition(".")[2]).blocks.shape, f"{name}_blocks")
+            check_shape(packed.blocks, _codes_shape(module, name), f"{name}_blocks")
             return self._packed(module, name, packed, dtype_names(stacks))
         self._check_stacks(module, name, stacks)
         return self._fill(module, name, _whole(name, zip(*stacks, strict=True)))
@@ -114,7 +116,11 @@ class ExpertsConverter(TaskConverter):
         """By ops that need all experts of the layer at once, and may fill several modules."""
         outputs: dict[str, list[Tensor]] = {}
         for patterns in self._kinds():
-            tensors: dict[str, Any] = {p: [read(t) for t in collected.pop(p)] for p in patterns if p in collected}
+            tensors: dict[str, Any] = {
+                p: [tensor for tensor in map(read, collected.pop(p)) if tensor is not None]
+                for p in patterns
+                if p in collected
+            }
             for target, stack in self._run(tensors, patterns, extra, None).items():
                 outputs.setdefault(target, []).append(stack[0] if isinstance(stack, list) else stack)
         filled: dict[str, Tensor] = {}
@@ -132,7 +138,7 @@ class ExpertsConverter(TaskConverter):
         self._check_single(name, collected)
         stacks = {pattern: read(collected.pop(pattern)[0]) for pattern in self.source_patterns}
         self._check_stacks(module, name, list(stacks.values()))
-        for e in range(_routed(module)):
+        for e in range(_share(module, name).shape[0]):
             yield [
                 (f"{self.collected_keys[group[0]][0]}, expert {e}", tuple(stacks[pattern][e] for pattern in group))
                 for group in zip(*self._kinds(), strict=True)
@@ -140,7 +146,7 @@ class ExpertsConverter(TaskConverter):
 
     def _read_flat(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
         """Each expert's rows from the tensors of a flat class."""
-        proj, count = name.rpartition(".")[2], _routed(module)
+        proj, count = name.rpartition(".")[2], _share(module, name).whole[0]
         self._check_single(name, collected)
         sources = {self.collected_keys[p][0]: read(collected.pop(p)[0]) for p in self.source_patterns}
         for key, source in sources.items():
@@ -163,13 +169,16 @@ class ExpertsConverter(TaskConverter):
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and joins
 
     def _read_rows(self, module: nn.Module, name: str, collected: dict[str, list[Any]]) -> Iterator[list[_Part]]:
-        """Each expert's matrices as the file has them, read one at a time."""
+        """Each expert's matrices as the file has them, read one at a time, but for those of other processes."""
         self._check_complete(module, name)
-        for e in range(_routed(module)):
-            yield [
+        for e in range(_share(module, name).whole[0]):
+            parts = [
                 (self.collected_keys[group[0]][e], tuple(read(_take(collected[pattern], e)) for pattern in group))
                 for group in zip(*self._kinds(), strict=True)
             ]
+            if parts[0][1][0] is not None:
+                yield parts
+            del parts
 
     def _stream(
         self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
@@ -178,27 +187,33 @@ class ExpertsConverter(TaskConverter):
 
         The sources are a tensor an expert, or tensors of all experts that the ops turn or join.
         """
-        if any("*" in pattern for pattern in self.source_patterns):
+        share, in_turn = _share(module, name), any("*" in pattern for pattern in self.source_patterns)
+        rows, columns = share.shape[1:]
+        expected = (columns, rows) if _layout(module).is_transposed else (rows, columns)
+        if in_turn:
             self._check_complete(module, name)
-            readers = {p: (lambda e, items=items: [read(_take(items, e))]) for p, items in collected.items()}
         else:
-            stacks = {p: read(items[0]) for p, items in collected.items()}
-            self._check_stacks(module, name, list(stacks.values()))
-            readers = {p: (lambda e, stack=stack: [stack[e : e + 1]]) for p, stack in stacks.items()}
-        expected = _dense_shape(module, name)[1:]
-        for e in range(_routed(module)):
+            collected = {pattern: [read(items[0])] for pattern, items in collected.items()}
+            self._check_stacks(module, name, [stack for (stack,) in collected.values()])
+        for e in range(share.whole[0] if in_turn else share.shape[0]):
+            sources: dict[str, Any] = {
+                pattern: read(_take(items, e)) if in_turn else items[0][e : e + 1]
+                for pattern, items in collected.items()
+            }
+            if any(source is None for source in sources.values()):
+                continue  # the experts of other processes
             parts = tuple(
-                first(self._run({p: readers[p](e) for p in patterns}, patterns, extra, expected))[0]
+                first(self._run({p: [sources.pop(p)] for p in patterns}, patterns, extra, expected))[0]
                 for patterns in self._kinds()
             )
             yield [(f"{name}, expert {e}", parts)]
 
     def _fill(self, module: nn.Module, name: str, experts: Iterator[list[_Part]]) -> dict[str, Tensor]:
         """From each expert's rows in turn: dense ones, or their codes and scales."""
-        count, rows, columns = _canonical_shape(module, name)
+        count, rows, columns = _share(module, name).shape
         turned = _layout(module).is_transposed
         takes_turns = any(isinstance(op, JoinRows) and op.takes_turns for op in self.operations)
-        out: Any = None
+        out: Any = None if count else self._room(module, name, None)
         dtypes: tuple[str, ...] = ()
         for e in range(count):
             top = 0
@@ -223,14 +238,16 @@ class ExpertsConverter(TaskConverter):
                 raise CheckpointError(f"{name}, expert {e}: {top} rows in the checkpoint, {rows} in the model")
         return self._packed(module, name, out, dtypes) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
-    def _room(self, module: nn.Module, name: str, device: torch.device) -> mxfp4.MXFP4Tensor | Tensor:
-        """The tensors to fill."""
+    def _room(self, module: nn.Module, name: str, device: torch.device | None) -> mxfp4.MXFP4Tensor | Tensor:
+        """The tensors to fill. No device is known to a process that has none of the experts."""
         proj = name.rpartition(".")[2]
         if isinstance(module, MXFP4Experts):
-            shapes = (part.shape for part in module.packed(proj))
-            return mxfp4.MXFP4Tensor(*(pages.empty(shape, device) for shape in shapes))
-        parameter = module.get_parameter(proj)
-        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            parts: Any = module.packed(proj)
+            device = device or torch.device(parts.blocks.device_mesh.device_type)
+            return mxfp4.MXFP4Tensor(*(pages.empty(shard_of(part)[0], device) for part in parts))
+        parameter: Any = module.get_parameter(proj)
+        device = device or torch.device(parameter.device_mesh.device_type)
+        return torch.zeros(shard_of(parameter)[0], dtype=parameter.dtype, device=device)
 
     def _kinds(self) -> list[list[str]]:
         """Source patterns of dense weights; or of codes, of scales, and of what else a dialect has."""
@@ -252,17 +269,19 @@ class ExpertsConverter(TaskConverter):
         return tensors
 
     def _check_stacks(self, module: nn.Module, name: str, stacks: list[Tensor]) -> None:
-        """Every stack has as many experts as the model."""
+        """Every stack has as many experts as the model, or this process's share of them."""
+        share = _share(module, name)
+        fits = {share.shape[0]} if share.ways else _counts(module, name)
         for stack in stacks:
-            if stack.shape[0] not in _counts(module, name):
+            if stack.shape[0] not in fits:
                 raise CheckpointError(
-                    f"{name}: the model has {_routed(module)} experts, the checkpoint has {stack.shape[0]}"
+                    f"{name}: the model has {share.shape[0]} experts, the checkpoint has {stack.shape[0]}"
                     f" ({self._keys()})"
                 )
 
     def _check_complete(self, module: nn.Module, name: str) -> None:
         """Every source has a tensor for each expert, and they are in order."""
-        count = _routed(module)
+        count = _share(module, name).whole[0]
         for pattern in self.source_patterns:
             keys = self.collected_keys[pattern]
             numbers = [int(_NUMBERS.findall(key)[-1]) for key in keys]
@@ -304,26 +323,20 @@ def _layout(module: nn.Module) -> Layout:
     return layout
 
 
-def _routed(module: nn.Module) -> int:
-    """E, the number of experts of a module, packed or dense, that have weights."""
-    count: int = getattr(module, _layout(module).experts)
-    return count
+def _share(module: nn.Module, name: str) -> parallel.Share:
+    return parallel.share_of(module, name)
 
 
-def _dense_shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    proj = name.rpartition(".")[2]
-    return module.dense_shape(proj) if isinstance(module, MXFP4Experts) else tuple(module.get_parameter(proj).shape)
-
-
-def _canonical_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
-    """[E, N, K] of a projection, packed or dense."""
-    _, a, b = _dense_shape(module, name)
-    return (_routed(module), b, a) if _layout(module).is_transposed else (_routed(module), a, b)
+def _codes_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
+    experts, rows, columns = _share(module, name).shape
+    return experts, rows, columns // 2
 
 
 def _counts(module: nn.Module, name: str) -> set[int]:
     """How many experts a checkpoint may hold: those with weights, or all that the dense class has room for."""
-    return {_routed(module), _dense_shape(module, name)[0]}
+    proj = name.rpartition(".")[2]
+    room = module.dense_shape(proj) if isinstance(module, MXFP4Experts) else module.get_parameter(proj).shape
+    return {_share(module, name).whole[0], room[0]}
 
 
 def _plain(pattern: str) -> str:

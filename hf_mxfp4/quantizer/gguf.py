@@ -167,7 +167,7 @@ def state_dict(header: GGUFHeader, model: nn.Module) -> dict[str, LazyTensor]:
     for name, target in mapping.items():
         make = _reader(header.tensors[name], name, processor, held[target].dtype)
         found[target] = LazyTensor(tuple(held[target].shape), held[target].dtype, make)
-    modules = _expert_modules(model)
+    modules = expert_modules(model)
     for name, tensor in header.tensors.items():
         if match := _EXPERTS.fullmatch(name):
             layer, kind = int(match[1]), match[3]
@@ -312,9 +312,7 @@ def dense_entry(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Cal
     return Entry(name, "F32" if vector else kinds.get(dtype, "F32"), shape, lambda: read().reshape(shape))
 
 
-def expert_entries(
-    config: Any, name: str, shape: tuple[int, ...], read: Callable[[], MXFP4Tensor | Tensor]
-) -> list[Entry]:
+def expert_entries(config: Any, name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> list[Entry]:
     """The entries for a projection of experts, or a bias of one: two for gates and ups, one for others.
 
     Args:
@@ -429,7 +427,7 @@ def _processor(model: Any, header: GGUFHeader) -> Any:
 
 
 def _names(model: Any, header: GGUFHeader, processor: Any) -> dict[str, str]:
-    experts = tuple(f"{name}." for name in _expert_modules(model).values())
+    experts = tuple(f"{name}." for name in expert_modules(model).values())
     held = {name: value for name, value in model.state_dict().items() if not name.startswith(experts)}
     # The loader knows whole models, and looks through all their submodules, which takes long and finds no more.
     prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
@@ -455,7 +453,7 @@ def _names(model: Any, header: GGUFHeader, processor: Any) -> dict[str, str]:
     return found
 
 
-def _expert_modules(model: nn.Module) -> dict[int, str]:
+def expert_modules(model: nn.Module) -> dict[int, str]:
     """The names of experts modules by layer."""
     matches = (re.search(r"(?:^|\.)(\d+)\.", name) for name, _ in find_experts(model))
     return {int(match[1]): match.string for match in matches if match}

@@ -36,8 +36,9 @@ from ..formats import (
 from ..formats import gguf as layout
 from ..linear import MXFP4Linear
 from ..packed import PackedModule
-from . import gguf, plan, ties
+from . import gguf, parallel, plan, ties
 from .config import MXFP4Config, names_mxfp4
+from .streaming import stream_experts
 from .task import Task, TaskConverter
 
 logger = logging.get_logger(__name__)
@@ -68,9 +69,15 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._dense_layers: list[str] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._found = Found(None, [], {}, {})
+        self._device_map: dict[str, Any] = {}
         self._gguf: layout.GGUFHeader | None = None
         self.gguf_config: Any = None
         """The model's config, where it is made from a GGUF file."""
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Nothing is needed. Transformers also gives the device map here, as soon as it has one."""
+        if isinstance(device_map, dict):
+            self._device_map |= device_map
 
     def _process_model_before_weight_loading(
         self,
@@ -83,6 +90,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         tensors = read_headers(checkpoint_files or ()) if self._gguf is None else layout.tensor_infos(self._gguf)
         found = self._detect(tensors)
         dialect = found.dialect
+        parallel.check_checkpoint(model, dialect, self._gguf is not None)
         self.pre_quantized = dialect is not None
         experts = {**dict(find_experts(model)), **dict(_listed_linears(model))}
         converted = self._to_convert(model, experts)
@@ -97,7 +105,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in converted
         ]
         self._found = found
-        self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [], {})
+        self._task = Task(dialect, (config.scale_rule, config.ties), {}, set(), [], {}, self._device_map)
         prefix = f"{model.base_model_prefix}."
         packed = self._swap(model, converted, None if dialect else _placeholder_dtype(float_dtypes(tensors)))
         for name, module in experts.items():
@@ -179,7 +187,11 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             model.set_submodule(name, packed)
             swapped[name] = packed
         ties.retie(model)
+        parallel.prepare(model)
         return swapped
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        """Nothing more: plans are made for packed parameters when these are, also for older versions."""
 
     def _refuse_kernels(self, model: nn.Module, dense: dict[str, nn.Module], use_kernels: bool) -> None:
         if not use_kernels:
@@ -246,6 +258,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             model.config.__dict__.pop("quantization", None)
             if self._write_mlx:
                 model.config.quantization = config.to_dict()
+            stream_experts(model, config.expert_cache_bytes)
             packed = next(module for module in model.modules() if isinstance(module, PackedModule))
             device = next(packed.parameters()).device.type
             choice = packed.backend_choice("cpu" if device == "meta" else device)

@@ -16,8 +16,9 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from .. import ops
 from ..formats import CheckpointError, Found, fp8
 from ..linear import MXFP4Linear
-from ..mxfp4 import MXFP4Tensor
-from ..packed import dtype_names
+from ..mxfp4 import BLOCK_SIZE, MXFP4Tensor
+from ..packed import dtype_names, shard_of
+from . import parallel
 from .task import KeepStack, Task, TaskConverter, check_shape, read
 
 
@@ -38,6 +39,8 @@ class LinearConverter(TaskConverter):
     ) -> dict[str, Tensor]:
         """The layer's weight; see `TaskConverter`."""
         assert isinstance(module, MXFP4Linear)
+        blocks = module.get_parameter("weight_blocks")
+        parallel.check_linear(blocks, name)
         if len(collected) != len(self.source_patterns):
             raise CheckpointError(f"{name}: the checkpoint has only some of its codes and scales")
         parts = [read(collected[pattern][0]) for pattern in self.source_patterns]
@@ -45,7 +48,7 @@ class LinearConverter(TaskConverter):
             tensor = self.task.decode(name, module, parts)
         else:
             tensor = ops.quantize(parts[0], *self.task.rules, name=name)
-        check_shape(tensor.blocks, tuple(module.packed("weight").blocks.shape), name)
+        check_shape(tensor.blocks, shard_of(blocks)[0], name)
         return self.task.hand_over(module, name, tensor, dtype_names(parts), "per expert")
 
 
@@ -96,11 +99,16 @@ class LayerConverter(TaskConverter):
         Raises:
             CheckpointError: tensors that do not fit each other.
         """
-        tensors = [read(self.collected_tensors[p][0]) for p in self.source_patterns if p in self.collected_tensors]
+        weight = model.get_parameter_or_buffer(layer_name)
+        codes, *others = [self.collected_tensors[p][0] for p in self.source_patterns if p in self.collected_tensors]
+        tensors = [read(codes)]
+        is_fp8 = tensors[0].dtype == torch.float8_e4m3fn
+        parallel.check_decoded(weight, layer_name, self.block if is_fp8 else (1, BLOCK_SIZE))
+        tensors += [read(other) for other in others]
         self.collected_tensors.clear()
-        dtype = model.get_parameter_or_buffer(layer_name).dtype
+        dtype = weight.dtype
         try:
-            if tensors[0].dtype == torch.float8_e4m3fn:
+            if is_fp8:
                 return {layer_name: fp8.decode(tensors[0], tensors[1], self.block).to(dtype)}
             assert self.dialect is not None
             decoded = self.dialect.decode(*tensors)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.integrations.accelerate import get_device
 from typing_extensions import Self
 
 from .. import mxfp4, ops
-from ..formats import CheckpointError, Dialect
+from ..formats import CheckpointError, Dialect, stacked
 from ..packed import PackedModule, Source
 
 _Converter = TypeVar("_Converter", bound=WeightConverter)
@@ -30,6 +31,7 @@ class Task(NamedTuple):
         filled: names of parameters that have been filled.
         reports: the loader's running report, once there is one.
         losses: squares of the error that requantizing a module's weights added, and of these weights, summed.
+        device_map: where modules go, once that is known.
     """
 
     dialect: Dialect | None
@@ -38,6 +40,13 @@ class Task(NamedTuple):
     filled: set[str]
     reports: list[Any]
     losses: dict[nn.Module, tuple[float, float]]
+    device_map: Mapping[str, Any]
+
+    def stays(self, name: str) -> bool:
+        """Whether a packed parameter is read where it is when it is needed: on disk, its bytes under the same name."""
+        if not self.device_map or self.dialect is not stacked.HF_MXFP4:
+            return False
+        return bool(get_device(self.device_map, name) == "disk")
 
     def decode(self, name: str, module: nn.Module, tensors: Sequence[Tensor]) -> mxfp4.MXFP4Tensor:
         """Canonical tensors from the checkpoint's; CheckpointError, naming the weight, if they do not fit.
@@ -94,8 +103,12 @@ class Task(NamedTuple):
         filled = {}
         for suffix, part in zip(("_blocks", "_scales"), tensor, strict=True):
             # While dense weights load, the parameter stands on meta in their dtype (see MXFP4HfQuantizer); from here
-            # on it is what it will be, which offloading to disk looks at.
+            # on it is what it will be, which offloading to disk looks at. It stays split over processes if it is.
             meta = torch.empty(part.shape, dtype=torch.uint8, device="meta")
+            held: Any = module.get_parameter(proj + suffix)
+            if hasattr(held, "device_mesh"):
+                whole = {"shape": held.shape, "stride": held.stride()}
+                meta = held.from_local(meta, held.device_mesh, held.placements, run_check=False, **whole)
             module.register_parameter(proj + suffix, nn.Parameter(meta, requires_grad=False))
             filled[name + suffix] = part
         self.filled.update(filled)
@@ -161,7 +174,8 @@ class TaskConverter(WeightConverter):  # type: ignore[misc]
         """Fills the weight. Called by the loader, with every key of it collected.
 
         Returns:
-            `{weight}_blocks` and `{weight}_scales`, or the dense `{weight}`, by full name.
+            `{weight}_blocks` and `{weight}_scales`, or the dense `{weight}`, by full name; but for what the loader
+            would write to another file, though it is in the checkpoint already.
 
         Raises:
             CheckpointError: tensors that are missing, or of a shape that does not fit the model.
@@ -170,7 +184,11 @@ class TaskConverter(WeightConverter):  # type: ignore[misc]
         module, name = self.task.targets[layer_name]
         collected = {pattern: self.collected_tensors.pop(pattern) for pattern in list(self.collected_tensors)}
         extra = {"full_layer_name": name, "model": model, "config": config, "missing_keys": set()}
-        return self.fill(module, name, collected, extra)
+        filled = self.fill(module, name, collected, extra)
+        left = {key for key in filled if isinstance(module, PackedModule) and self.task.stays(key)}
+        if left:
+            loading_info.missing_keys.difference_update(left)
+        return {key: tensor for key, tensor in filled.items() if key not in left}
 
     def fill(
         self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
