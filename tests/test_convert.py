@@ -260,6 +260,16 @@ def test_nvfp4_is_requantized_only_when_asked_for_and_the_error_told(packed, tmp
     base = "model.layers.1.mlp.experts.3.down_proj.weight"
     parts = (before[f"{base}_{part}"] for part in ("packed", "scale", "global_scale"))
     right = hf_mxfp4.quantize(nvfp4.decode(*parts, reciprocal=True))
+    error, norm = 0.0, 0.0
+    for name in [name for name in before if name.endswith("_global_scale")]:
+        stored = (before[name.replace("_global_scale", f"_{part}")] for part in ("packed", "scale", "global_scale"))
+        weight = nvfp4.decode(*stored, reciprocal=True).double()
+        error += float((hf_mxfp4.quantize(weight.float()).dequantize().double() - weight).square().sum())
+        norm += float(weight.square().sum())
+    for target in ("again", "file.gguf"):
+        to = "gguf" if target.endswith("gguf") else "mlx"
+        done = convert(source, tmp_path / target, to, requantize=True, progress=False)
+        assert done.error == pytest.approx((error / norm) ** 0.5, rel=1e-6)
     assert torch.equal(after["model.layers.1.mlp.experts.down_proj_blocks"][3], right.blocks)
 
 

@@ -94,7 +94,7 @@ def convert(
     if to not in TARGETS:
         raise ValueError(f"to is {to!r}; expected one of {', '.join(TARGETS)}")
     options, dialect = Options(to, from_dense, requantize, rule, ties), named(to)
-    rules, target = Rules(rule, ties, [0.0, 0.0]), Path(target)
+    rules, target = Rules(rule, ties, {}), Path(target)
     with ExitStack() as opened:
         if gguf.is_file(source):
             found = gguf.open_file(Path(source), options)
@@ -103,7 +103,7 @@ def convert(
         if dialect is None:
             _refuse_existing(target)
             size = gguf.write(found, target, progress)
-            return _conversion(found, target, (1, size), [rules.losses or []])
+            return _conversion(found, target, (1, size), [_summed(rules)])
         return _to_folder(found, target, dialect, options, rules, progress)
 
 
@@ -170,15 +170,20 @@ def _files(source: Source, dialect: Dialect) -> dict[str, list[Unit]]:
 
 def _write_files(files: dict[str, list[Unit]], folder: Path, journal: shards.Journal, rules: Rules, bar: Any) -> None:
     """Writes the files of weights that the journal does not say are whole."""
-    losses = rules.losses
-    assert losses is not None
+    assert rules.losses is not None
     for name, made in files.items():
         if name in journal.done and (folder / name).is_file():
             bar.update(sum(map(shards.unit_bytes, made)))
             continue
-        losses[:] = [0.0, 0.0]
+        rules.losses.clear()
         shards.write(folder / name, made, bar.update)
-        journal.note(name, *losses)
+        journal.note(name, *_summed(rules))
+
+
+def _summed(rules: Rules) -> list[float]:
+    """The squares of the errors that requantizing added, and of the weights."""
+    losses = list((rules.losses or {}).values())
+    return [sum(error for error, _ in losses), sum(norm for _, norm in losses)]
 
 
 def _write_rest(source: Source, files: dict[str, list[Unit]], config: dict[str, Any], folder: Path) -> None:

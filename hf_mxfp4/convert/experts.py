@@ -43,12 +43,12 @@ class Rules(NamedTuple):
     Attributes:
         scale_rule: see `mxfp4.quantize`.
         ties: see `mxfp4.quantize`.
-        losses: the squares of the error that it added to weights of few bits, and of these weights, summed.
+        losses: the squares of the error that it added to matrices of few bits, and of their weights, summed, by name.
     """
 
     scale_rule: ScaleRule = "mse"
     ties: Ties = "even"
-    losses: list[float] | None = None
+    losses: dict[str, tuple[float, float]] | None = None
 
 
 class Group(NamedTuple):
@@ -219,8 +219,8 @@ def _decode(checkpoint: Checkpoint, dialect: Dialect, part: _Part, expert: int |
         return decoded
     rounded = ops.quantize(decoded, rules.scale_rule, rules.ties, name=part.base)
     if rules.losses is not None:
-        rules.losses[0] += float((rounded.dequantize() - decoded).double().square().sum())
-        rules.losses[1] += float(decoded.double().square().sum())
+        added = float((rounded.dequantize() - decoded).double().square().sum())
+        rules.losses[part.base] = added, float(decoded.double().square().sum())
     return rounded
 
 

@@ -99,7 +99,7 @@ def open_file(path: Path, options: Options) -> Source:
     described.pop("_experts_implementation", None)
     return Source(
         path,
-        [path],
+        sorted(path.parent.glob(path.name.replace("-00001-of-", "-*-of-"))),  # all files of a model in several
         described,
         {},
         config.model_type,

@@ -40,6 +40,7 @@ __all__ = [
     "is_activation_scale",
     "is_expert",
     "named",
+    "named_formats",
     "read_headers",
 ]
 
@@ -68,6 +69,7 @@ _READ_AS = {
 }
 """The dtypes that hold what a dialect writes as another."""
 
+_WEIGHT = re.compile(r"\.(?:q?weight|qzeros|weight_\w+)$")
 _INDEX_DTYPES = ("BOOL", "I16", "I32", "I64", "U16", "U32", "U64")
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _EXPERT = re.compile(r"(?:^|\.)(?:experts?|switch_mlp)\.(\d+\.|.*proj|w\d+_)|\.mlp\.mlp[12]_")
@@ -100,6 +102,33 @@ def claimed(config: Any) -> Dialect | None:
     if not isinstance(config, Mapping):
         return None
     return next((row for row in DIALECTS if not row.is_lossy and row.claims(config)), None)
+
+
+_FORMAT_KEYS: dict[Any, tuple[str, ...]] = {
+    "mxfp4": ("format",),
+    "modelopt": ("quant_algo",),
+    "auto-round": ("data_type",),
+    "fp8": ("expert_dtype", "store_dtype", "routed_experts_quant_method"),
+    "mlx": ("mode",),
+    None: ("mode",),
+}
+
+
+def named_formats(config: Mapping[str, Any]) -> list[str]:
+    """What a checkpoint's `quantization_config` calls the format of experts; its method if that is not known.
+
+    Nothing where the method is known and the rest is left out.
+    """
+    method = config.get("quant_method")
+    if method == per_expert.COMPRESSED_TENSORS.name:
+        names = per_expert.formats(config)
+    elif method == per_expert.QUARK.name:
+        names = [spec.get("dtype") for spec in per_expert.quark_weights(config)]
+    elif method in _FORMAT_KEYS:
+        names = [config.get(key) for key in _FORMAT_KEYS[method]]
+    else:
+        names = [method]
+    return [str(name) for name in names if name is not None]
 
 
 def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None = None) -> Found:
@@ -259,9 +288,9 @@ def _narrow(rows: list[Dialect], name: str, info: TensorInfo, tensors: Mapping[s
     scales = tensors[scales_name]
     fits = [row for row in dims if scales.shape and info.shape == _codes_shape(row, info, scales.shape)]
     if not fits:
-        expected = _codes_shape(dims[0], info, scales.shape) if scales.shape else ()
+        shape = _codes_shape(dims[0], info, scales.shape) if scales.shape else ()
         raise CheckpointError(
-            f"{name} {list(info.shape)} does not fit {scales_name} {list(scales.shape)}; expected {list(expected)}"
+            f"{name} {list(info.shape)} does not fit {scales_name} {list(scales.shape)}; expected {list(shape)}"
         )
     return fits
 
@@ -312,7 +341,8 @@ def _check_the_rest(tensors: Mapping[str, TensorInfo], dialect: Dialect | None, 
                 raise CheckpointError(f"{codes} is missing from the checkpoint, which holds {name}")
         if dialect is not None and is_expert(name) and name.endswith(dialect.blocks) and info.dtype in _READ_AS["U8"]:
             raise _missing(dialect, name, tensors)
-        low_bit = info.dtype not in _FLOAT_DTYPES and (is_expert(name) or info.dtype not in _INDEX_DTYPES)
+        is_weight = is_expert(name) or _WEIGHT.search(name) or info.dtype not in _INDEX_DTYPES
+        low_bit = info.dtype not in _FLOAT_DTYPES and is_weight
         if low_bit and len(info.shape) >= 2:
             raise CheckpointError(
                 f"{name} is stored as {info.dtype}, a format that this version does not read; weights beside MXFP4"

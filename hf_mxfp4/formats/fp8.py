@@ -19,14 +19,17 @@ SCALE_ENDINGS = (".weight_scale_inv", ".weight_scale", ".scale")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
+_USUAL = 128
+
+
 def decode(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     """The float32 weights.
 
     Args:
         weight: float8_e4m3fn [N, K].
         scales: see above.
-        block: rows and columns that share a scale, where blocks at the edges may be cut; by default what divides
-            the shape evenly.
+        block: rows and columns that share a scale, where blocks at the edges may be cut; by default 128 of
+            each, or what divides the shape evenly.
 
     Raises:
         TypeError: a weight of another dtype.
@@ -54,9 +57,8 @@ def decode(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None)
 
 def _size(length: int, count: int, side: int | None) -> int | None:
     """How many of `length` rows or columns share one of `count` scales; None if that does not fit."""
-    if side is not None and -(-length // side) == count:
-        return side
-    if length % count == 0:
-        return length // count
-    # No block is given: the least power of two that needs as many scales.
-    return next((size for size in (1 << n for n in range(16)) if -(-length // size) == count), None)
+    # Where no block is given it is that of DeepSeek-V3, whose last one may be cut, before an even split.
+    for size in (side, _USUAL, length // count if length % count == 0 else None):
+        if size is not None and -(-length // size) == count:
+            return size
+    return None

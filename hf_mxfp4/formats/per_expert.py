@@ -146,24 +146,24 @@ def _quark(dense: list[str]) -> dict[str, Any]:
     }
 
 
-def _is_quark(config: Mapping[str, Any]) -> bool:
-    if config.get("quant_method") != "quark":
-        return False
+def quark_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How a Quark config says that weights are stored: of all layers, and of some."""
     layers = config.get("layer_quant_config")
     schemes = [config.get("global_quant_config"), *(layers.values() if isinstance(layers, Mapping) else ())]
-    return any(
-        _is_quark_mxfp4(scheme["weight"]) for scheme in schemes if isinstance(scheme, Mapping) and "weight" in scheme
-    )
+    found: list[Mapping[str, Any]] = []
+    for scheme in schemes:
+        weights = scheme.get("weight") if isinstance(scheme, Mapping) else None
+        specs = weights if isinstance(weights, list) else [weights]
+        found += [spec for spec in specs if isinstance(spec, Mapping)]
+    return found
 
 
-def _is_quark_mxfp4(weights: Any) -> bool:
-    specs = weights if isinstance(weights, list) else [weights]
-    return any(
-        isinstance(spec, Mapping)
-        and spec.get("dtype") == "fp4"
+def _is_quark(config: Mapping[str, Any]) -> bool:
+    return config.get("quant_method") == "quark" and any(
+        spec.get("dtype") == "fp4"
         and spec.get("group_size") == BLOCK_SIZE
         and spec.get("scale_format") in ("e8m0", None)
-        for spec in specs
+        for spec in quark_weights(config)
     )
 
 

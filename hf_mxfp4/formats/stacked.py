@@ -40,7 +40,7 @@ def _grouped_shape(scales: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _claims(config: Mapping[str, Any]) -> bool:
-    return config.get("quant_method") == _METHOD
+    return config.get("quant_method") == _METHOD and config.get("format") in (None, "hf_mxfp4")
 
 
 def _config(dense: list[str]) -> dict[str, Any]:

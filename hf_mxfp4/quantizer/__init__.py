@@ -1,5 +1,7 @@
 """All contact with Transformers: config, HfQuantizer, conversions, and the way in, which importing installs."""
 
+from transformers.utils import logging
+
 from .config import MXFP4Config
 from .hf_quantizer import MXFP4HfQuantizer
 from .late import when_imported
@@ -12,9 +14,12 @@ install()
 
 
 def _adapt() -> None:
-    from . import adapters
-
-    adapters.install()
+    try:
+        from . import adapters
+    except ImportError as error:  # a PEFT too old, or too new, to be known
+        logging.get_logger(__name__).warning(f"hf_mxfp4: adapters on packed experts are not supported: {error}")
+    else:
+        adapters.install()
 
 
 when_imported("peft.tuners.lora.model", _adapt)

@@ -1,10 +1,10 @@
 """LoRA on packed weights, through PEFT as it is: the one module that knows PEFT, imported when PEFT is.
 
 PEFT adapts a class's 3-D parameters by `LoraConfig(target_parameters=["mlp.experts.gate_up_proj", ...])`, adding the
-product of A and B to the whole dense parameter in each forward. Packed experts have no such parameter, so `install` wraps three
-methods of PEFT's `LoraModel`: while it looks for parameters, experts show stand-ins on meta with the dense names and
-shapes; and what it makes for them is `ExpertsAdapter`, which computes y = W x + scaling * B (A x) for each slot beside
-the packed product. Names and shapes of A and B are PEFT's own, so that adapters of dense models fit packed ones, and
+product of B and A to the whole dense parameter in each forward. Packed experts have no such parameter, so `install`
+wraps what PEFT's `LoraModel` does to a model: while it looks for parameters, experts show stand-ins on meta with the
+dense names and shapes, and what it makes for them is `ExpertsAdapter`, which adds scaling * B (A x) to the packed
+product for each slot. Names and shapes of A and B are PEFT's own, so that adapters of dense models fit packed ones and
 the other way round. E experts, S slots, N output features, K input features, r the rank of an adapter.
 """
 
@@ -16,7 +16,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.tuners.lora.layer import Linear, LoraLayer, ParamWrapper
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
@@ -26,11 +26,13 @@ from .. import mxfp4, ops, routing
 from ..experts import MXFP4Experts
 from ..linear import MXFP4Linear
 from ..packed import PackedModule, Source, shard_of
+from .streaming import StreamingHook
 
 logger = logging.get_logger(__name__)
 
 _PARTS = ("blocks", "scales")
 _INITS = (True, False, "gaussian")
+_REFUSED = ("use_dora", "lora_bias", "fan_in_fan_out")
 _SMALL_TILE, _LARGE_TILE = 16, 64
 
 
@@ -60,10 +62,10 @@ class _OnPacked:
 
     get_base_layer: Callable[[], nn.Module]
     merged_adapters: list[str]
-    lora_A: nn.ModuleDict
-    lora_B: nn.ModuleDict
+    lora_A: Any
+    lora_B: Any
 
-    def packed_base(self) -> PackedModule | None:
+    def packed_base(self) -> Any:
         """The packed module below; None once it was dequantized."""
         base = self.get_base_layer()
         return base if isinstance(base, PackedModule) else None
@@ -90,8 +92,9 @@ class _OnPacked:
                     f"init_lora_weights={config.init_lora_weights!r} reads dense weights, which {where} does not have;"
                     " use True, False or 'gaussian'"
                 )
-            if config.use_dora:
-                raise ValueError(f"LoRA on {where} does not support use_dora, which reads dense weights")
+            for option in _REFUSED:
+                if getattr(config, option):
+                    raise ValueError(f"LoRA on {where} does not support {option}")
         super().update_layer(adapter_name, *args, config=config, **kwargs)  # type: ignore[misc]  # PEFT's
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
@@ -123,16 +126,10 @@ class _OnPacked:
             return
         adapters = [*self.merged_adapters, *names]
         held = base.packed_here(name)
-        kept, source = self.before or (mxfp4.MXFP4Tensor(*(part.clone() for part in held)), base.source)
-        merged, self.rounding = self._merged(kept, adapters)
+        before = self.before or (mxfp4.MXFP4Tensor(*(part.clone() for part in held)), base.source)
+        merged, self.rounding = self._merged(before[0], adapters)
         self._hold(base, merged)
-        self.before, self.merged_adapters = (kept, source), adapters
-        was = base.source or Source("-", (), "-")
-        loss = (self.rounding.error / self.rounding.weights) ** 0.5 if self.rounding.weights else 0.0
-        loss = max(loss, was.loss or 0.0)
-        told = was.conversion.partition(", merged with ")[0]
-        text = f"{told}, merged with {', '.join(adapters)} and requantized: {self.rules[0]}, ties {self.rules[1]}"
-        base.source = was._replace(conversion=f"{text}; relative error {loss:.1e}", loss=loss)
+        self.before, self.merged_adapters = before, adapters
 
     @torch.no_grad()
     def _merged(self, kept: mxfp4.MXFP4Tensor, adapters: list[str]) -> tuple[mxfp4.MXFP4Tensor, Rounding]:
@@ -178,7 +175,7 @@ class ExpertsAdapter(_OnPacked, ParamWrapper):  # type: ignore[misc]  # PEFT has
         first = first.view(self.num_experts, -1, first.shape[-1])  # [E, r, "in"]
         second = second.view(second.shape[0], -1, self.num_experts).permute(2, 0, 1)  # [E, "out", r]
         # Where a class keeps [E, K, N] and does not say so, as Llama 4's, what PEFT takes for outputs are inputs.
-        if self._did_swap_in_out_features and self.get_base_layer().layout.is_transposed:
+        if self._did_swap_in_out_features and self.packed_base().layout.is_transposed:
             return second, first, self.scaling[adapter]
         return first.mT, second.mT, self.scaling[adapter]
 
@@ -191,10 +188,11 @@ class ExpertsAdapter(_OnPacked, ParamWrapper):  # type: ignore[misc]  # PEFT has
         """What an adapter adds to the dense parameter, in that one's shape."""
         base = self.packed_base()
         if base is None:
-            return super().get_delta_weight(adapter_name, *args, **kwargs)  # type: ignore[no-any-return]
+            dense: Tensor = super().get_delta_weight(adapter_name, *args, **kwargs)
+            return dense
         first, second, scaling = self.factors(adapter_name)
         delta = first @ second * scaling
-        return delta if base.layout.is_transposed else delta.mT  # type: ignore[union-attr]
+        return delta if base.layout.is_transposed else delta.mT
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The experts' output, with the active adapters beside the packed projection."""
@@ -210,6 +208,10 @@ class ExpertsAdapter(_OnPacked, ParamWrapper):  # type: ignore[misc]  # PEFT has
         terms = [self.factors(adapter) for adapter in self.active_adapters if adapter in self.lora_A]
         if not terms:
             return self.base_layer(x, *args, **kwargs)
+        if isinstance(getattr(base, "_hf_hook", None), StreamingHook):
+            raise ValueError(
+                "LoRA on experts that are streamed from disk is not supported; load them without offloading"
+            )
         beside = base.beside
         beside[self.parameter_name] = partial(low_rank, terms)
         try:
@@ -227,6 +229,8 @@ class LinearAdapter(_OnPacked, Linear):  # type: ignore[misc]
     def weight_name(self) -> str:
         """The weight."""
         return "weight"
+
+    lora_variants = LoraLayer.lora_variants  # none, as those that PEFT's linear layer has read dense weights
 
     def delta(self, adapter: str, expert: int) -> Tensor:
         """As `_OnPacked.delta`; there is one expert."""
@@ -288,7 +292,7 @@ def _injecting(stock: Callable[..., Any]) -> Callable[..., Any]:
         _check_targets(getattr(self.peft_config[adapter_name], "target_parameters", None) or (), model, packed)
         with _stand_ins([module for module in packed.values() if isinstance(module, MXFP4Experts)]):
             result = stock(self, model, adapter_name, *args, **kwargs)
-        config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+        config: Any = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
         if hasattr(config, "scale_rule"):
             for layer in model.modules():
                 if isinstance(layer, _OnPacked):
@@ -321,19 +325,38 @@ def _telling(stock: Callable[..., Any]) -> Callable[..., Any]:
         layers = [layer for layer in self.model.modules() if isinstance(layer, _OnPacked)]
         before = [layer.rounding for layer in layers]
         result = stock(self, *args, **kwargs)
-        after = [layer.rounding for layer in layers]
-        done = [now for now, was in zip(after, before, strict=True) if now is not None and now is not was]
+        done = [layer for layer, was in zip(layers, before, strict=True) if layer.rounding is not was]
+        _note_losses(done)
         if done:
-            error, weights, delta = (sum(column) ** 0.5 for column in zip(*done, strict=True))
-            lost = f"{error / delta:.2f}" if delta else "-"
+            error, delta = _errors([layer.rounding for layer in done])
             logger.warning(
                 f"hf_mxfp4: {len(done)} packed weights with adapters merged into them were rounded to MXFP4 again:"
-                f" relative error {error / (weights or 1.0):.1e} of the weights, {lost} of what the adapters add;"
+                f" relative error {error:.1e} of the weights, {delta:.2f} of what the adapters add;"
                 " call model.dequantize() before merging to keep it whole, in dense weights"
             )
         return result
 
     return merge
+
+
+def _errors(roundings: list[Any]) -> tuple[float, float]:
+    """The error of rounding, over the norm of the weights and over the norm of what adapters added."""
+    error, weights, delta = (sum(column) ** 0.5 for column in zip(*roundings, strict=True))
+    return (error / weights if weights else 0.0), (error / delta if delta else 0.0)
+
+
+def _note_losses(layers: list[_OnPacked]) -> None:
+    """Says of each packed module what was merged into it, in its `source`."""
+    by_base: dict[Any, list[_OnPacked]] = {}
+    for layer in layers:
+        by_base.setdefault(layer.get_base_layer(), []).append(layer)
+    for base, merged in by_base.items():
+        (rule, ties), before = merged[0].rules, merged[0].before
+        assert before is not None
+        was = before[1] or Source("-", (), "-")
+        loss = max(_errors([layer.rounding for layer in merged])[0], was.loss or 0.0)
+        done = f"merged with {', '.join(merged[0].merged_adapters)} and requantized: {rule}, ties {ties}"
+        base.source = was._replace(conversion=f"{was.conversion}, {done}; relative error {loss:.1e}", loss=loss)
 
 
 @contextmanager

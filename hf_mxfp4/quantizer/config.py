@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import mxfp4
 from ..backends import BACKENDS
-from ..formats import DIALECTS, CheckpointError, Dialect, claimed, per_expert
+from ..formats import DIALECTS, CheckpointError, Dialect, claimed, named_formats, per_expert
 from ..packed import ACTIVATIONS
 
 logger = logging.get_logger(__name__)
@@ -137,9 +137,14 @@ class MXFP4Config(QuantizationConfigMixin):  # type: ignore[misc]  # Transformer
         named = marker.get("format") if isinstance(marker, Mapping) else None
         if named is not None and named not in {row.name for row in DIALECTS}:
             raise CheckpointError(f"the checkpoint's layout is {named!r}, which this version of hf_mxfp4 does not know")
-        if stored.get("quant_method") != per_expert.COMPRESSED_TENSORS.name:
-            return
         if dialect is not None and dialect.is_lossy:
+            return
+        if stored.get("quant_method") != per_expert.COMPRESSED_TENSORS.name:
+            names = named_formats(stored)
+            if dialect is not None and names and not any(row.claims(stored) for row in DIALECTS):
+                raise CheckpointError(
+                    f"the checkpoint's config calls its format {', '.join(names)}, which this version does not know"
+                )
             return
         if per_expert.FORMAT not in per_expert.formats(stored):
             formats = sorted({str(name) for name in per_expert.formats(stored) if name})

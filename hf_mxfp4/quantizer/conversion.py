@@ -104,7 +104,7 @@ class ExpertsConverter(TaskConverter):
         stacks = [read(collected.pop(pattern)[0]) for pattern in self.source_patterns]
         dialect = self.task.dialect
         if dialect is not None and not dialect.is_lossy and isinstance(module, MXFP4Experts):
-            packed = self.task.decode(name, module, stacks)
+            packed = self.task.pack(name, module, stacks)
             check_shape(packed.blocks, _codes_shape(module, name), f"{name}_blocks")
             return self._packed(module, name, packed, dtype_names(stacks))
         self._check_stacks(module, name, stacks)
@@ -220,22 +220,23 @@ class ExpertsConverter(TaskConverter):
             parts = next(experts)
             for i, (where, tensors) in enumerate(parts):
                 tensor = self._canonical(module, where, tensors)
-                height = tensor.blocks.shape[0]
-                room = rows // len(parts) if takes_turns else min(height, rows - top)
-                check_shape(tensor.blocks, (room, columns // 2), where)
+                height = rows // len(parts)
+                if isinstance(tensor, Tensor):
+                    check_shape(tensor, (height, columns), where)
+                else:
+                    check_shape(tensor.blocks, (height, columns // 2), where)
                 place = slice(i, None, len(parts)) if takes_turns else slice(top, top + height)
                 if out is None:
-                    dtypes, out = dtype_names(tensors), self._room(module, name, tensor.blocks.device)
+                    dtypes, out = dtype_names(tensors), self._room(module, name, tensors[0].device)
                 if isinstance(out, mxfp4.MXFP4Tensor):
+                    assert isinstance(tensor, mxfp4.MXFP4Tensor)
                     out.blocks[e, place], out.scales[e, place] = tensor
                 else:
                     matrix = out[e].mT if turned else out[e]
-                    matrix[place] = tensor.dequantize(out.dtype)
+                    matrix[place] = tensor if isinstance(tensor, Tensor) else tensor.dequantize(out.dtype)
                 top += height
                 del tensors, tensor  # before the next are read
             del parts
-            if top != rows:
-                raise CheckpointError(f"{name}, expert {e}: {top} rows in the checkpoint, {rows} in the model")
         return self._packed(module, name, out, dtypes) if isinstance(out, mxfp4.MXFP4Tensor) else {name: out}
 
     def _room(self, module: nn.Module, name: str, device: torch.device | None) -> mxfp4.MXFP4Tensor | Tensor:
@@ -296,9 +297,11 @@ class ExpertsConverter(TaskConverter):
     def _keys(self) -> str:
         return ", ".join(sorted(key for keys in self.layer_targets.values() for key in keys))
 
-    def _canonical(self, module: nn.Module, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor:
+    def _canonical(self, module: nn.Module, name: str, parts: tuple[Tensor, ...]) -> mxfp4.MXFP4Tensor | Tensor:
+        if self.task.dialect is not None and isinstance(module, MXFP4Experts):
+            return self.task.pack(name, module, parts)
         if self.task.dialect is not None:
-            return self.task.decode(name, module, parts)
+            return self.task.decode(name, parts)
         matrix = parts[0].mT if _layout(module).is_transposed else parts[0]
         mxfp4.check_width(matrix.shape, name)
         return ops.quantize(matrix, *self.task.rules, name=name)
@@ -309,6 +312,27 @@ class ExpertsConverter(TaskConverter):
         assert isinstance(module, MXFP4Experts)
         layout = "per expert" if any(".*." in pattern for pattern in self.source_patterns) else "stacked"
         return self.task.hand_over(module, name, tensor, dtypes, layout)
+
+
+class BiasConverter(ExpertsConverter):
+    """Fills the bias of one projection of one layer, from one tensor an expert."""
+
+    __slots__ = ()
+
+    def fill(
+        self, module: nn.Module, name: str, collected: dict[str, list[Any]], extra: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """The bias [E, N] in the parameter's dtype; see `TaskConverter`."""
+        self._check_complete(module, name)
+        tensors: dict[str, Any] = {p: [t for item in collected[p] if (t := read(item)) is not None] for p in collected}
+        for op in self.operations:
+            tensors = op.convert(tensors, source_patterns=self.source_patterns, target_patterns=[name], **extra)
+        bias, full = first(tensors), f"{name}_bias"
+        parameter = module.get_parameter(full.rpartition(".")[2])
+        expected = shard_of(parameter)[0]
+        if tuple(bias.shape) != expected:
+            raise CheckpointError(f"{full} is {list(bias.shape)}, the model's configuration makes it {list(expected)}")
+        return {full: bias.to(parameter.dtype)}
 
 
 def _whole(name: str, experts: Iterable[tuple[Tensor, ...]]) -> Iterator[list[_Part]]:

@@ -115,8 +115,9 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             for proj in held.projection_names if isinstance(held, PackedModule) else projections(held):
                 full = f"{name}.{proj}"
                 loaded = f"{full}_blocks" if name in packed else full
-                for alias in (loaded, loaded.removeprefix(prefix), prefix + loaded):
-                    self._task.targets[alias] = (held, full)
+                for target in (loaded, f"{full}_bias"):
+                    for alias in (target, target.removeprefix(prefix), prefix + target):
+                        self._task.targets[alias] = (held, full)
 
     def _detect(self, tensors: Mapping[str, TensorInfo]) -> Found:
         """How the checkpoint holds its experts; CheckpointError if that is nothing that this version reads."""
@@ -187,7 +188,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             model.set_submodule(name, packed)
             swapped[name] = packed
         ties.retie(model)
-        parallel.prepare(model)
+        for own in (getattr(model, "_tp_plan", None), getattr(model, "_ep_plan", None)):
+            parallel.update_plan(model, own or {})
         return swapped
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ class LinearConverter(TaskConverter):
             raise CheckpointError(f"{name}: the checkpoint has only some of its codes and scales")
         parts = [read(collected[pattern][0]) for pattern in self.source_patterns]
         if self.task.dialect is not None:
-            tensor = self.task.decode(name, module, parts)
+            tensor = self.task.pack(name, module, parts)
         else:
             tensor = ops.quantize(parts[0], *self.task.rules, name=name)
         check_shape(tensor.blocks, shard_of(blocks)[0], name)

@@ -71,7 +71,10 @@ def _canonical(shape: tuple[int, ...], is_packed: bool, turned: bool) -> tuple[i
 
 
 def update_plan(model: nn.Module, plan: dict[str, str]) -> None:
-    """Gives packed projections the styles that a plan has for dense ones, in place."""
+    """Gives packed projections the styles that a plan has for dense ones, in place of these.
+
+    A plan of the caller's own names `{proj}_blocks` and `{proj}_scales`: Transformers refuses rules that match nothing.
+    """
     left = {_in_any_layer(name) for name, _ in model.named_parameters()}
     for name, module in model.named_modules():
         if not isinstance(module, MXFP4Experts):
@@ -82,24 +85,12 @@ def update_plan(model: nn.Module, plan: dict[str, str]) -> None:
                 style = _TURNED.get(plan[key], plan[key]) if module.layout.is_transposed else plan[key]
                 plan.update({key + suffix: style for suffix in ("_blocks", "_scales")})
     for key in [key for key in plan if f"{key}_blocks" in plan and key not in left]:
-        del plan[key]  # Transformers warns of rules that match nothing
+        del plan[key]
 
 
 def _in_any_layer(name: str) -> str:
     """A name as plans have it."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def prepare(model: Any) -> None:
-    """Extends a model's plans to its packed projections, and the plans of one's own that a load may be given."""
-    config = getattr(model.config, "distributed_config", None)
-    for name in ("tp_plan", "ep_plan"):
-        update_plan(model, getattr(model, f"_{name}", None) or {})
-        own = getattr(config, name, None)
-        if isinstance(own, dict) and own:
-            own = dict(own)  # the caller's own stays as it is
-            update_plan(model, own)
-            setattr(config, name, own)
 
 
 def check_checkpoint(model: Any, dialect: Dialect | None, is_gguf: bool) -> None:

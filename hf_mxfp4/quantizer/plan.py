@@ -18,7 +18,7 @@ from ..families import FLAT_SOURCES, INTERLEAVED, layout_of
 from ..formats import Dialect, Found, gguf, named, per_expert, stacked
 from ..linear import MXFP4Linear
 from . import original_gpt_oss
-from .conversion import ExpertsConverter
+from .conversion import BiasConverter, ExpertsConverter
 from .linears import LayerConverter, LinearConverter
 from .rows import JoinRows
 from .saving import StackExperts, saving_conversions, saving_layers, saving_parts, saving_stacks
@@ -250,7 +250,10 @@ def _biases(task: Task, names: set[str], dialect: Dialect, *, saving: bool = Fal
         joins = JoinRows(_takes_turns(task))
         if dialect.layout == "per expert":
             sources = [f"{owner}.*.{part}{ending}" for part in _PARTS[proj]]
-            made.append(WeightConverter(sources, [target], [StackExperts(0), joins]))
+            if saving:
+                made.append(WeightConverter(sources, [target], [StackExperts(0), joins]))
+            else:
+                made.append(BiasConverter(sources, target, [MergeModulelist(0), joins], [target], task))
         elif dialect.layout == "split":
             sources = [f"{in_file(dialect, leaf, part)}{ending}" for part in _PARTS[proj]]
             made.append(WeightConverter(sources, [target], [joins]))

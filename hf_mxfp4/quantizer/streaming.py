@@ -38,7 +38,7 @@ class Slots(NamedTuple):
     held: OrderedDict[int, int]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """How many there are."""
         return len(next(iter(self.tensors.values())))
 
@@ -91,7 +91,7 @@ class StreamingHook(AlignDevicesHook):  # type: ignore[misc]  # accelerate has n
             slots = self._slots = self._slots or self._make(module, self.count)
         places = self._place(slots, wanted)
         self._enter(module, slots, places)
-        ids = self._renumber(ids, places, slots.count)
+        ids = self._renumber(ids, places, slots.size)
         if named:
             kwargs = {**kwargs, "top_k_index": ids}
         else:
@@ -129,7 +129,7 @@ class StreamingHook(AlignDevicesHook):  # type: ignore[misc]  # accelerate has n
         if missing and not self._experts:
             self._experts = {name: _stack(self.weights_map, name) for name in self._packed}
         for e in missing:
-            slot = len(slots.held) if len(slots.held) < slots.count else slots.held.popitem(last=False)[1]
+            slot = len(slots.held) if len(slots.held) < slots.size else slots.held.popitem(last=False)[1]
             for name, read in self._experts.items():
                 slots.tensors[name][slot].copy_(read(e))
             slots.held[e] = slot
@@ -141,14 +141,14 @@ class StreamingHook(AlignDevicesHook):  # type: ignore[misc]  # accelerate has n
         """Gives the module the slots for its packed parameters, with biases and a number of experts that fit them."""
         self._outside = {name: module.get_parameter(name) for name in (*self._packed, *self._biases)}
         given = dict(slots.tensors)
-        experts = torch.zeros(slots.count, dtype=torch.long)
+        experts = torch.zeros(slots.size, dtype=torch.long)
         experts[list(places.values())] = torch.tensor(list(places), dtype=torch.long)
         for name in self._biases:
             given[name] = self.weights_map[name][experts].to(self.execution_device)
         for name, tensor in given.items():
             module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         # Past the module's own __setattr__: the activation is still the same.
-        module.__dict__[module.layout.experts] = slots.count
+        module.__dict__[module.layout.experts] = slots.size
 
     def _renumber(self, ids: Tensor, places: dict[int, int], count: int) -> Tensor:
         """Ids as numbers of slots; those past the last expert stay as far past it."""
@@ -208,7 +208,7 @@ def _stack(weights_map: Mapping[str, Tensor], name: str) -> Callable[[int], Tens
     loader, key = found
     info = loader.index[key]
     if info.get("safetensors_file") is not None:
-        file = safe_open(info["safetensors_file"], framework="pt")
+        file: Any = safe_open(info["safetensors_file"], framework="pt")
         part = file.get_slice(info.get("weight_name", key))
         return lambda e: part[e]
     shape = info["shape"]

@@ -48,19 +48,28 @@ class Task(NamedTuple):
             return False
         return bool(get_device(self.device_map, name) == "disk")
 
-    def decode(self, name: str, module: nn.Module, tensors: Sequence[Tensor]) -> mxfp4.MXFP4Tensor:
-        """Canonical tensors from the checkpoint's; CheckpointError, naming the weight, if they do not fit.
+    def decode(self, name: str, tensors: Sequence[Tensor]) -> mxfp4.MXFP4Tensor | Tensor:
+        """What the checkpoint's tensors of one weight hold: canonical tensors, or float32 weights of a lossy dialect.
 
-        Args:
-            name: of the weight.
-            module: that holds it, whose loss grows where the dialect is a lossy one.
-            tensors: as the dialect has them for one weight.
+        Raises:
+            CheckpointError: naming the weight, tensors that do not fit.
         """
         assert self.dialect is not None
         try:
-            decoded = self.dialect.decode(*tensors)
+            decoded: mxfp4.MXFP4Tensor | Tensor = self.dialect.decode(*tensors)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name}: {error}") from error
+        return decoded
+
+    def pack(self, name: str, module: PackedModule, tensors: Sequence[Tensor]) -> mxfp4.MXFP4Tensor:
+        """As `decode`, with weights of a lossy dialect quantized anew, and the module's loss kept.
+
+        Args:
+            name: of the weight.
+            module: that holds it.
+            tensors: as the dialect has them for one weight.
+        """
+        decoded = self.decode(name, tensors)
         if isinstance(decoded, mxfp4.MXFP4Tensor):
             return decoded
         packed = ops.quantize(decoded, *self.rules, name=name)

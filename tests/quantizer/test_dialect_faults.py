@@ -265,7 +265,6 @@ def test_config_of_another_width(dialect, key, faulty):
         load(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="rows are counted in all: ups are read as gates")
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name not in ("gpt-oss", "hf_mxfp4", "vllm")])
 def test_gate_and_up_of_other_heights_do_not_make_up_for_each_other(dialect, faulty):
     """32 rows more in one and 32 less in the other are as many rows in all."""
@@ -331,18 +330,7 @@ def stored(config):
     return config["quantization" if "quantization" in config else "quantization_config"]
 
 
-UNKNOWN = [
-    pytest.param(
-        dialect,
-        marks=[]
-        if dialect == "compressed-tensors"
-        else pytest.mark.xfail(strict=True, reason="tensors of MXFP4's shapes are read as MXFP4, whatever this says"),
-    )
-    for dialect in DIALECTS
-]
-
-
-@pytest.mark.parametrize("dialect", UNKNOWN)
+@dialects
 def test_unknown_format_is_named(dialect, faulty):
     def configure(config):
         *path, last = FORMAT_KEYS[dialect]
@@ -439,19 +427,26 @@ def test_dense_experts_beside_packed_ones_are_refused(dialect, kind, faulty):
         load(faulty(dialect, change))
 
 
-UNCHECKED = pytest.mark.xfail(strict=True, reason="biases of an expert each are stacked by a stock conversion")
-
-
-@pytest.mark.parametrize(
-    "dialect", [pytest.param(d, marks=UNCHECKED) if d in layouts.PER_EXPERT else d for d in DIALECTS]
-)
+@dialects
 def test_bias_missing_is_named(dialect, sources, tmp_path):
     def change(tensors):
         module = "switch_mlp" if dialect == "mlx" else "experts"
         del tensors[next(n for n in tensors if n.startswith(f"{LAYER}.{module}.") and n.endswith("bias"))]
 
     folder = layouts.lay_out(dialect, sources["gpt_oss"], tmp_path / "biased", change)
-    with pytest.raises(hf_mxfp4.CheckpointError, match=rf"{LAYER}\.experts\.\w+_bias"):
+    with pytest.raises(
+        hf_mxfp4.CheckpointError, match=rf"{LAYER}\.experts\.\w+(?:_bias|: .*bias; missing of experts 0)"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("dialect", PER_EXPERT)
+def test_bias_renamed_does_not_go_to_another_expert(dialect, sources, tmp_path):
+    def change(tensors):
+        tensors[f"{LAYER}.experts.9.down_proj.bias"] = tensors.pop(f"{LAYER}.experts.0.down_proj.bias")
+
+    folder = layouts.lay_out(dialect, sources["gpt_oss"], tmp_path / "biased", change)
+    with pytest.raises(hf_mxfp4.CheckpointError, match=rf"{LAYER}\.experts\.down_proj: .*bias; missing of experts 0"):
         load(folder)
 
 

@@ -153,7 +153,6 @@ def test_fp8_beside_the_experts_with_a_fault_is_named(lost, write_dense, tmp_pat
         load(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="blocks that are cut at the edge are taken for smaller whole ones")
 @pytest.mark.parametrize("rows", [192, 448, 200])
 def test_fp8_blocks_of_128_are_cut_at_the_edge_where_no_config_says_so(rows):
     weight, scales, expected = block_fp8(torch.empty(rows, 128), torch.float32)
@@ -196,7 +195,6 @@ def test_fp8_of_compressed_tensors_beside_mxfp4_experts(kind, way, sources, tmp_
         assert torch.equal(model.get_parameter(name), values), name
 
 
-@pytest.mark.xfail(strict=True, reason="int32 is taken for indices, and the layer is left as it was made")
 def test_int4_beside_mxfp4_experts_is_refused(sources, tmp_path):
     """As AWQ and GPTQ store it: eight codes in an int32, scales and zero points."""
 
@@ -381,7 +379,6 @@ def test_nvfp4_experts_are_refused_and_told_what_to_do(nvfp4_folder):
 
 
 @reads_fp8
-@pytest.mark.xfail(strict=True, reason="dense experts are made of weights that were rounded to MXFP4 on the way")
 def test_nvfp4_experts_dequantized_are_exactly_what_the_file_means(nvfp4_folder, dense_state):
     folder, means, source = nvfp4_folder
     model = load(folder, dequantize=True)

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, core_model_loading
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, core_model_loading
 from transformers.distributed import DistributedConfig
 
 import hf_mxfp4
@@ -156,7 +156,7 @@ def refusals(root):
     except ValueError as error:
         found["dequantize"] = str(error)
     plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
-    plan |= {f"model.layers.*.mlp.experts.{proj}": "rowwise" for proj in ("gate_up_proj", "down_proj")}
+    plan |= {f"model.layers.*.mlp.experts.down_proj_{part}": "rowwise" for part in ("blocks", "scales")}
     found["bias"] = refusal(root / "gpt_oss-packed", {"tp_size": 2, "tp_plan": plan})
     return found
 
@@ -281,25 +281,30 @@ if __name__ == "__main__":
 # What pytest does.
 
 
-def save_packed(path, save_format="auto"):
-    model = load(path, quantization_config=hf_mxfp4.MXFP4Config(save_format=save_format))
-    model.save_pretrained(f"{path}-{ {'auto': 'packed', 'hf_mxfp4': 'stacked'}.get(save_format, save_format) }")
-    return model
-
-
-def write_llama4(path):
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "vocab_size": 256, "intermediate_size": 64, "intermediate_size_mlp": 64}
-    sizes |= {"num_local_experts": 4, "max_position_embeddings": 128, "no_rope_layers": [1, 1]}
+def write(config, path):
+    """A random bfloat16 model, saved as its owner would."""
     torch.manual_seed(0)
-    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, attn_temperature_tuning=False)).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.15)
+            elif not bool(parameter.any()):
+                parameter.normal_(std=0.05)  # biases
     model.save_pretrained(path)
+
+
+def save_packed(path, target, save_format="auto"):
+    model = load(path, quantization_config=hf_mxfp4.MXFP4Config(save_format=save_format))
+    model.save_pretrained(target)
+    return model
+
+
+def llama4():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "vocab_size": 256, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    sizes |= {"num_local_experts": 4, "max_position_embeddings": 128, "no_rope_layers": [1, 1]}
+    return Llama4TextConfig(**sizes, attn_temperature_tuning=False)
 
 
 def start(count, root):
@@ -318,23 +323,25 @@ def start(count, root):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, write):
+def root(tmp_path_factory, sources):
     """Checkpoints of all kinds, and what one process computes with them."""
     root = tmp_path_factory.mktemp("parallel")
     for family, widths in WIDTHS.items():
-        write(family, root / family, **widths)
-        model = save_packed(root / family)
-        if family == "mixtral":
-            save_packed(root / family, "hf_mxfp4")
-            save_packed(root / family, "mlx")
+        config = AutoConfig.from_pretrained(sources[family])
+        for name, value in widths.items():
+            setattr(config, name, value)
+        write(config, root / family)
+        model = save_packed(root / family, root / f"{family}-packed")
         stock = outputs(load(root / family, stock=True))
         expected = {"ours": outputs(model), "stock": stock, "bytes": packed_bytes(model), "state": model.state_dict()}
         torch.save(expected, root / f"{family}.pt")
-    write("mixtral", root / "narrow", intermediate_size=96)
-    write("qwen3_moe", root / "odd", num_experts=5)
-    write_llama4(root / "llama4")
+    save_packed(root / "mixtral", root / "mixtral-stacked", "hf_mxfp4")
+    save_packed(root / "mixtral", root / "mixtral-mlx", "mlx")
+    write(llama4(), root / "llama4")
+    shutil.copytree(sources["mixtral"], root / "narrow")  # 96 wide
+    shutil.copytree(sources["qwen3_moe"], root / "odd")  # five experts
     for name in ("narrow", "odd", "llama4"):
-        save_packed(root / name)
+        save_packed(root / name, root / f"{name}-packed")
     yield root
     shutil.rmtree(root)
 
@@ -410,7 +417,10 @@ def test_saved_by_all_and_loaded_by_one(count, layout, family, found, root):
         ("width", "tp_size 1 or 3 fits, and so does expert parallelism"),
         ("width, packed", "experts.down_proj has an input width of 96, which 2 processes cannot share"),
         ("apart", "gate_up_proj: tensor parallelism cannot split gates and ups that the file stacks apart"),
-        ("transposed", "the transposed experts of Llama4TextExperts cannot be quantized on load under tensor parallelism"),
+        (
+            "transposed",
+            "the transposed experts of Llama4TextExperts cannot be quantized on load under tensor parallelism",
+        ),
         ("bias", "tensor parallelism would add the biases of GptOssExperts more than once"),
         ("dequantize", "gate_up_proj is split over processes and cannot be dequantized"),
     ],

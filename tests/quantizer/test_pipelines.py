@@ -4,7 +4,6 @@ Texts are by the small trained model of the package, images go through a tiny Qw
 """
 
 import copy
-import inspect
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3VLMoeConfig,
@@ -92,7 +92,7 @@ def test_a_batch_with_padding_gives_the_texts_of_one_by_one(packed, tokenizer, b
 
 MODES = {
     "beam search": {"num_beams": 3},
-    "beams of a sampled start": {"num_beams": 2, "num_return_sequences": 2},
+    "several beams": {"num_beams": 2, "num_return_sequences": 2},
     "dynamic cache": {"cache_implementation": "dynamic"},
     "static cache": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
@@ -143,12 +143,7 @@ def test_a_model_first_used_in_inference_mode_gives_gradients_later(folder, toke
 
 def test_continuous_batching(packed, tokenizer):
     """Prompts of different lengths go through as one row of tokens, each token to its experts."""
-    batching = pytest.importorskip("transformers.generation.continuous_batching")
-    if not hasattr(packed, "generate_batch"):
-        pytest.skip("this version of Transformers has no continuous batching for models")
-    configuration = pytest.importorskip("transformers.generation.configuration_utils")
-    assert inspect.ismodule(batching)
-    small = configuration.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     greedy = GenerationConfig(**GREEDY, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     outputs = packed.generate_batch(inputs=prompts, generation_config=greedy, continuous_batching_config=small)
@@ -228,16 +223,17 @@ def test_image_text_to_text(vision_folder, processor, by):
     stock = copy.deepcopy(model)
     stock.dequantize()
     given = str(vision_folder) if by == "path" else model
-    options = {"processor": processor, "dtype": torch.float32}
-    answers = []
-    for answerer in (pipeline("image-text-to-text", model=m, **options) for m in (given, stock)):
-        messages = [about(0, "What is it?"), about(1, "What is it?")]
-        answers.append([answerer(text=m, return_full_text=False, max_new_tokens=8) for m in messages])
-        hf_mxfp4.packed_report(answerer.model)
-    texts_of = [[answer[0]["generated_text"] for answer in group] for group in answers]
-    assert texts_of[0] == texts_of[1]
-    assert texts_of[0][0] != texts_of[0][1], "the image makes a difference"
-    hf_mxfp4.assert_packed(model)
+    answerers = [
+        pipeline("image-text-to-text", model=m, processor=processor, dtype=torch.float32) for m in (given, stock)
+    ]
+    hf_mxfp4.assert_packed(answerers[0].model)
+    messages = [about(0, "What is it?"), about(1, "What is it?")]
+    got, expected = (
+        [answerer(text=m, return_full_text=False, max_new_tokens=8)[0]["generated_text"] for m in messages]
+        for answerer in answerers
+    )
+    assert got == expected
+    assert got[0] != got[1], "the image makes a difference"
 
 
 def test_images_in_a_batch_with_padding(vision_folder, processor):
