@@ -20,6 +20,7 @@ OUTPUTS = {
     ],
     "load_and_generate.py": ["294,912 expert weights in 0.157 MB, 4.25 bits each", "generated: MACBETH."],
     "parallel.py": ["0.078 MB of packed experts in each process", "the same tokens as one process: True"],
+    "lora.py": ["trainable params: ", "step 0: loss 3.", "merged with default and requantized: mse", "merged: loss "],
     "pipeline.py": ["--- 'The king is'", "the pipeline ran on packed experts"],
     "streaming.py": ["3 layers kept at most 4 experts each in memory", "experts that were needed were in memory"],
     "quantize_and_save.py": ["156,672 packed bytes are equal after save and reload"],
