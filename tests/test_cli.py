@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
 from hf_mxfp4.backends import choose, unavailable
-from hf_mxfp4.cli import demo, main
+from hf_mxfp4.cli import COMMANDS, demo, main
 
 
 def test_demo_passes_and_shows_all_parts(capsys):
@@ -130,3 +130,16 @@ def test_installed_command_runs():
     command = [sys.executable, "-c", "from hf_mxfp4.cli import main; raise SystemExit(main(['--version']))"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout.strip() == f"hf_mxfp4 {hf_mxfp4.__version__}"
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+def test_quiet_leaves_the_exit_status_alone(command, capsys):
+    assert main([command, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_can_be_quiet(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert "--quiet" in capsys.readouterr().out

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 
 from .. import __version__
 from . import bench, convert, demo, doctor, inspect, tune, verify
@@ -37,10 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        if "--quiet" not in command.format_help():
+            command.add_argument("--quiet", action="store_true", help="no output beside the exit status")
+            command.set_defaults(silent=True)
     options = parser.parse_args(arguments)
+    silent = options.quiet and getattr(options, "silent", False)
     try:
-        status: int = COMMANDS[options.command].run(options)
+        with redirect_stdout(StringIO()) if silent else nullcontext():
+            status: int = COMMANDS[options.command].run(options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(f"hf-mxfp4 {options.command}: {reason}", file=sys.stderr)
