@@ -120,9 +120,9 @@ def packed_report(model: nn.Module, check: bool = False) -> PackedReport:
 
     Args:
         model: any module.
-        check: also run each packed module that is whole and here on a few random tokens and give the error against weights that are decoded
-            another way, bit by bit, and multiplied in float64: norm of the difference over norm of the result. It
-            judges the backend, on the bytes that are held, and not how they were made.
+        check: also run each packed module that is whole and here on a few random tokens, and give the error against
+            weights that are decoded another way, bit by bit, and multiplied in float64: norm of the difference over
+            norm of the result. It judges the backend, on the bytes that are held, and not how they were made.
 
     Returns:
         A row for each experts module, packed or dense; none for a model without experts.

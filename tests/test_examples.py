@@ -12,6 +12,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS_NETWORK = "real_checkpoint.py"
 OUTPUTS = {
+    "device_map.py": [
+        "in MXFP4: model.embed_tokens, lm_head, model.layers.0 in memory",
+        "the tokens are those of the whole model in memory",
+        "in bfloat16: nothing in memory",
+    ],
     "expert_linear.py": ["expert 1: [2.0, 4.0, 2.0, 4.0]", "y: [140.0, 96.0, 32.0]"],
     "gpt_oss_layout.py": [
         "gate_up_proj_blocks U8   [4, 128, 2, 16]",

@@ -15,11 +15,11 @@ install()
 
 def _adapt() -> None:
     try:
-        from . import adapters
+        from . import injection
     except ImportError as error:  # a PEFT too old, or too new, to be known
         logging.get_logger(__name__).warning(f"hf_mxfp4: adapters on packed experts are not supported: {error}")
     else:
-        adapters.install()
+        injection.install()
 
 
 when_imported("peft.tuners.lora.model", _adapt)

@@ -124,7 +124,7 @@ def test_everything_on_disk_generates_and_saves_what_is_in_memory(path, whole, l
 
 
 def test_stacks_that_a_file_holds_as_they_are_stay_there(source, packed_folder, load, tmp_path, logits):
-    """They are not written again, and no folder is needed for them; the model can be saved over the folder, too."""
+    """They are not written again, and the model can be saved over the file that it reads them from."""
     folder = packed_folder(source, save_format="hf_mxfp4")
     whole = load(folder, dtype=torch.bfloat16)
     options = {"device_map": map_of(whole, *experts_of(whole)), "offload_folder": str(tmp_path / "offload")}
@@ -135,8 +135,9 @@ def test_stacks_that_a_file_holds_as_they_are_stay_there(source, packed_folder, 
     assert {folders[name] for name in packed} == {folder}
     expected = logits(whole)
     assert torch.equal(logits(model), expected)
-    model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
+    model.save_pretrained(folder)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder)), expected)
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_wrong_shape_is_found_in_stacks_that_stay_on_disk(sources, packed_folder, load, edit):

@@ -413,6 +413,8 @@ def test_names_that_fit_nothing_in_the_experts_are_refused(sources, load, wrong)
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' reads dense weights"),
         ({"init_lora_weights": "orthogonal"}, "init_lora_weights='orthogonal'"),
         ({"target_modules": ["experts"], "target_parameters": None}, "not supported"),
+        ({"modules_to_save": ["experts"]}, "modules_to_save has 'experts', which holds model.layers.0.mlp.experts;"),
+        ({"modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
     ],
 )
 def test_what_experts_cannot_have_is_refused(sources, load, options, message):
