@@ -28,10 +28,12 @@ class Layer(nn.Module):
         self.experts = experts
 
     def forward(self, *arguments):
+        """As the experts."""
         return self.experts(*arguments)
 
 
 def make(options):
+    """A packed experts module of random bytes."""
     config = Qwen3MoeConfig(
         hidden_size=options.hidden, moe_intermediate_size=options.inner, num_experts=options.experts
     )
@@ -47,12 +49,14 @@ def make(options):
 
 
 def routes(options, skew):
+    """The experts of each token, [1, k]."""
     generator = torch.Generator().manual_seed(1)
     share = torch.arange(1, options.experts + 1, dtype=torch.float64) ** -skew
     return [torch.multinomial(share, options.top, generator=generator)[None] for _ in range(options.tokens)]
 
 
 def per_token(layer, calls, options):
+    """What comes out, and the median and mean time of a token in ms."""
     hidden = torch.randn(1, options.hidden, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     weights = torch.full((1, options.top), 1 / options.top)
     outputs, times = [], []
@@ -66,6 +70,7 @@ def per_token(layer, calls, options):
 
 
 def main():
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, value in {"experts": 128, "top": 8, "hidden": 2048, "inner": 768, "tokens": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -87,9 +92,8 @@ def main():
         name = "skewed" if skew else "uniform"
         print(f"{name:9} whole layer        {whole_ms[0]:13.1f} {whole_ms[1]:6.1f}{'':21}{options.experts}")
         ratio = whole_ms[1] / some_ms[1]
-        print(
-            f"{name:9} picked experts     {some_ms[0]:13.1f} {some_ms[1]:6.1f} {ratio:13.1f}{'':7}{hook.reads / options.tokens:.1f}"
-        )
+        reads = hook.reads / options.tokens
+        print(f"{name:9} picked experts     {some_ms[0]:13.1f} {some_ms[1]:6.1f} {ratio:13.1f}{'':7}{reads:.1f}")
 
 
 if __name__ == "__main__":

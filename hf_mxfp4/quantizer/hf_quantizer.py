@@ -32,6 +32,7 @@ from ..formats import (
     is_activation_scale,
     read_headers,
     split,
+    stacked,
 )
 from ..formats import gguf as layout
 from ..linear import MXFP4Linear
@@ -39,7 +40,7 @@ from ..packed import PackedModule
 from . import gguf, parallel, plan, ties
 from .config import MXFP4Config, names_mxfp4
 from .streaming import stream_experts
-from .task import Task, TaskConverter
+from .task import Task, TaskConverter, read_flat
 
 logger = logging.get_logger(__name__)
 
@@ -260,6 +261,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             model.config.__dict__.pop("quantization", None)
             if self._write_mlx:
                 model.config.quantization = config.to_dict()
+            if task.dialect is stacked.GPT_OSS:
+                read_flat(model, task)
             stream_experts(model, config.expert_cache_bytes)
             packed = next(module for module in model.modules() if isinstance(module, PackedModule))
             device = next(packed.parameters()).device.type

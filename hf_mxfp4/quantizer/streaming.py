@@ -210,7 +210,7 @@ def _stack(weights_map: Mapping[str, Tensor], name: str) -> Callable[[int], Tens
     if info.get("safetensors_file") is not None:
         file: Any = safe_open(info["safetensors_file"], framework="pt")
         part = file.get_slice(info.get("weight_name", key))
-        return lambda e: part[e]
+        return lambda e: part[e].flatten(1)
     shape = info["shape"]
     stack = torch.from_file(str(Path(loader.save_folder, f"{key}.dat")), size=prod(shape), dtype=torch.uint8)
     return stack.view(*shape).__getitem__

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_device
@@ -44,7 +45,7 @@ class Task(NamedTuple):
 
     def stays(self, name: str) -> bool:
         """Whether a packed parameter is read where it is when it is needed: on disk, its bytes under the same name."""
-        if not self.device_map or self.dialect is not stacked.HF_MXFP4:
+        if not self.device_map or self.dialect not in (stacked.GPT_OSS, stacked.HF_MXFP4):
             return False
         return bool(get_device(self.device_map, name) == "disk")
 
@@ -211,6 +212,31 @@ class TaskConverter(WeightConverter):  # type: ignore[misc]
             extra: further arguments of the model's own ops.
         """
         raise NotImplementedError
+
+
+class FlatLoader(OffloadedWeightsLoader):  # type: ignore[misc]  # accelerate has no type marker
+    """accelerate's reader, for gpt-oss files: packed codes as modules hold them, where the file has blocks apart."""
+
+    def __init__(self, loader: OffloadedWeightsLoader, flat: set[str]) -> None:
+        """Takes the place of a reader; `flat` are the names of what is 4-D in its files."""
+        self.__dict__.update(loader.__dict__)
+        self.flat = flat
+
+    def __getitem__(self, key: str) -> Tensor:
+        """As stock; codes uint8 [E, N, K / 2]."""
+        tensor: Tensor = super().__getitem__(key)
+        return tensor.flatten(2) if key in self.flat else tensor
+
+
+def read_flat(model: nn.Module, task: Task) -> None:
+    """Has accelerate read packed codes that stay in a gpt-oss file in the shape that modules hold them in."""
+    flat = {name for name in task.filled if name.endswith("_blocks") and task.stays(name)}
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            weights_map = getattr(part, "weights_map", None)
+            if isinstance(module, PackedModule) and isinstance(weights_map, PrefixedDataset):
+                weights_map.dataset = FlatLoader(weights_map.dataset, flat)
 
 
 def scoped_like(original: WeightConverter, converter: _Converter) -> _Converter:

@@ -97,7 +97,7 @@ def test_memory_for_experts_is_bounded(slots, sources, offloaded):
 
 
 def test_the_least_recently_used_expert_makes_room(sources, offloaded):
-    streamed, inside = offloaded(sources["qwen3_moe"])
+    streamed, _ = offloaded(sources["qwen3_moe"])
     module = next(m for m in streamed.modules() if isinstance(m, hf_mxfp4.MXFP4Experts))
     hook, x = module._hf_hook, torch.randn(1, 64).to(torch.bfloat16)
     hook.count = 3
