@@ -425,8 +425,8 @@ def test_command_gives_json_that_stays(tmp_path, capsys):
     read = json.loads(capsys.readouterr().out)
     assert set(read) == {"inventory", "groups", "budget"}
     assert set(read["inventory"]) == {
-        "path", "model_type", "dialect", "file_type", "names_only", "layers_with_experts", "experts_per_layer",
-        "tensors", "weights", "bytes", "recipe", "rows",
+        "path", "model_type", "dialect", "file_type", "names_only", "refusal", "layers_with_experts",
+        "experts_per_layer", "tensors", "weights", "bytes", "recipe", "rows",
     }  # fmt: skip
     assert read["inventory"]["recipe"][0] == {
         "kind": "experts",
@@ -643,3 +643,17 @@ def test_index_without_files_or_names_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         inventory.open_source(tmp_path)
+
+
+def test_experts_in_a_format_that_is_not_read_are_listed_with_the_reason(tmp_path):
+    tensors = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn),
+        "model.layers.0.mlp.experts.0.up_proj.weight_scale_inv": torch.ones(1, 1),
+        "model.embed_tokens.weight": torch.zeros(8, 64, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = inventory.inventory(inventory.open_source(tmp_path))
+    assert "up_proj.weight is stored as F8_E4M3" in found.refusal
+    assert f"not loaded by hf_mxfp4: {found.refusal}" in str(found)
+    assert found.tensors == 3
+    assert main(["inspect", str(tmp_path)]) == 0

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from . import fp8, nvfp4, per_expert, split, stacked
-from .base import CheckpointError, Dialect, Name, TensorInfo
+from .base import CheckpointError, Dialect, FormatError, Name, TensorInfo
 
 __all__ = [
     "DIALECTS",
     "CheckpointError",
     "Dialect",
+    "FormatError",
     "Found",
     "Name",
     "TensorInfo",
@@ -344,7 +345,7 @@ def _check_the_rest(tensors: Mapping[str, TensorInfo], dialect: Dialect | None, 
         is_weight = is_expert(name) or _WEIGHT.search(name) or info.dtype not in _INDEX_DTYPES
         low_bit = info.dtype not in _FLOAT_DTYPES and is_weight
         if low_bit and len(info.shape) >= 2:
-            raise CheckpointError(
+            raise FormatError(
                 f"{name} is stored as {info.dtype}, a format that this version does not read; weights beside MXFP4"
                 f" experts are {', '.join(_FLOAT_DTYPES)}, or FP8 with scales"
             )

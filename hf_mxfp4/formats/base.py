@@ -24,6 +24,10 @@ class CheckpointError(ValueError):
     """A checkpoint, or a tensor in it, that cannot be loaded as it is."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint with tensors in a low-bit format that is not read."""
+
+
 class TensorInfo(NamedTuple):
     """A tensor as a safetensors header describes it: the format's name of its dtype, such as "BF16", and its shape."""
 

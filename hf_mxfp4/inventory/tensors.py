@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from ..formats import CheckpointError, Dialect, Found, TensorInfo, claimed, gguf
+from ..formats import CheckpointError, Dialect, FormatError, Found, TensorInfo, claimed, gguf
 from ..formats.checkpoint import described
 from .kinds import ACTIVATION_SCALES, EXPERTS, KINDS, kind_of, place_of
 from .sources import Index, Source
@@ -94,6 +94,7 @@ class Inventory:
         names_only: the files are not there, and nothing but names is known.
         listed_bytes: what the index of such files says they take.
         rows: the tensors.
+        refusal: why it cannot be loaded; "" if it can.
     """
 
     path: str
@@ -106,6 +107,7 @@ class Inventory:
     names_only: bool
     listed_bytes: int
     rows: tuple[Row, ...]
+    refusal: str = ""
 
     @property
     def tensors(self) -> int:
@@ -141,6 +143,7 @@ class Inventory:
             "dialect": self.dialect,
             "file_type": self.file_type,
             "names_only": self.names_only,
+            "refusal": self.refusal,
             "layers_with_experts": self.layers,
             "experts_per_layer": list(self.experts_per_layer),
             "tensors": self.tensors,
@@ -177,6 +180,8 @@ class Inventory:
             yield f"{self.layers} layers with {counts} experts each, {self.dialect or 'not packed'}"
         else:
             yield "no experts"
+        if self.refusal:
+            yield f"not loaded by hf_mxfp4: {self.refusal}"
         if self.file_type is not None:
             yield f"recipe by its name ({_FILE_TYPE}): {self.file_type}"
 
@@ -194,9 +199,13 @@ def inventory(source: Source) -> Inventory:
         return _of_gguf(source)
     if isinstance(source, Index):
         return _of_index(source)
-    found = source.detect()
+    refusal = ""
+    try:
+        found = source.detect()
+    except FormatError as error:  # what it holds can be said all the same
+        found, refusal = Found(None, [], {}, {}), str(error)
     alike = _alike(source.tensors, _roles(found))
-    return _inventory(source, source.config, alike, _stored_bytes, found.dialect)
+    return _inventory(source, source.config, alike, _stored_bytes, found.dialect, refusal=refusal)
 
 
 class _Role(NamedTuple):
