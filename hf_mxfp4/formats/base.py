@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..mxfp4 import MXFP4Tensor, blocks_shape
@@ -56,6 +57,28 @@ _ROWS: dict[str, Dialect] = {}
 
 def _row_named(name: str) -> Dialect:
     return _ROWS[name]
+
+
+def whole_blocks(blocks: Tensor, name: str, weights: int, size: int) -> Tensor:
+    """Rows of blocks as blocks, uint8 [..., N, K / weights, size], by view where that can be.
+
+    Args:
+        blocks: uint8 [..., N, K / weights * size].
+        name: of the format.
+        weights: in a block.
+        size: of a block in bytes.
+
+    Raises:
+        ValueError: another dtype, or rows that are not whole blocks.
+    """
+    if blocks.dtype != torch.uint8:
+        raise ValueError(f"blocks have dtype {blocks.dtype}; expected torch.uint8")
+    if blocks.ndim == 0 or blocks.shape[-1] % size:
+        raise ValueError(
+            f"blocks {list(blocks.shape)} are not whole blocks of {name}; expected [..., N, K / {weights} * {size}]"
+        )
+    *lead, width = blocks.shape
+    return blocks.reshape(*lead, width // size, size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..mxfp4 import E2M1_VALUES
-from .base import Dialect
+from .base import Dialect, whole_blocks
 from .per_expert import formats
 
 BLOCK_SIZE = 16
@@ -89,15 +89,7 @@ def decode_gguf(blocks: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype, or rows that are not whole blocks.
     """
-    if blocks.dtype != torch.uint8:
-        raise ValueError(f"blocks have dtype {blocks.dtype}; expected torch.uint8")
-    if blocks.ndim == 0 or blocks.shape[-1] % GGUF_BLOCK_BYTES:
-        raise ValueError(
-            f"blocks {list(blocks.shape)} are not whole blocks of NVFP4; expected [..., N, K / {GGUF_BLOCK_SIZE} *"
-            f" {GGUF_BLOCK_BYTES}]"
-        )
-    *lead, width = blocks.shape
-    blocks = blocks.reshape(*lead, width // GGUF_BLOCK_BYTES, GGUF_BLOCK_BYTES)
+    blocks = whole_blocks(blocks, "NVFP4", GGUF_BLOCK_SIZE, GGUF_BLOCK_BYTES)
     scales: Tensor = (blocks[..., :_SCALES] & 0x7F).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)
     pairs: Tensor = _pairs(blocks[..., _SCALES:]).unflatten(-2, (_SCALES, BLOCK_SIZE // 2))
     # [..., 8, 2] to the eight low nibbles and then the eight high ones.

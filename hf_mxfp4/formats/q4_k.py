@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .base import whole_blocks
+
 BLOCK_SIZE = 256
 """Weights in a block, which shares d and dmin."""
 
@@ -44,15 +46,7 @@ def decode(blocks: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype, or rows that are not whole blocks.
     """
-    if blocks.dtype != torch.uint8:
-        raise ValueError(f"blocks have dtype {blocks.dtype}; expected torch.uint8")
-    if blocks.ndim == 0 or blocks.shape[-1] % BLOCK_BYTES:
-        raise ValueError(
-            f"blocks {list(blocks.shape)} are not whole blocks of Q4_K; expected [..., N, K / {BLOCK_SIZE} *"
-            f" {BLOCK_BYTES}]"
-        )
-    *lead, width = blocks.shape
-    blocks = blocks.reshape(*lead, width // BLOCK_BYTES, BLOCK_BYTES)
+    blocks = whole_blocks(blocks, "Q4_K", BLOCK_SIZE, BLOCK_BYTES)
     # A copy, since bytes in place may lie at an odd address.
     halves = blocks[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float16)
     d, dmin = halves.float().split(1, dim=-1)

@@ -154,6 +154,17 @@ def tokens():
 
 
 @pytest.fixture
+def logits(tokens):
+    """Of a model, for `tokens`."""
+
+    def logits(model):
+        with torch.no_grad():
+            return model(tokens).logits
+
+    return logits
+
+
+@pytest.fixture
 def packed_folder(tmp_path, load):
     """Saves a packed model of a source folder and gives the new folder."""
 

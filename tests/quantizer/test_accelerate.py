@@ -29,15 +29,6 @@ def whole(path, load):
     return load(path, dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def logits(tokens):
-    def logits(model):
-        with torch.no_grad():
-            return model(tokens).logits
-
-    return logits
-
-
 def map_of(model, *on_disk):
     """Every module that has tensors of its own on the CPU, but for those on disk."""
     modules = [name for name, module in model.named_modules() if list(module.parameters(recurse=False)) and name]

@@ -20,15 +20,6 @@ import hf_mxfp4
 
 
 @pytest.fixture
-def logits(tokens):
-    def logits(model):
-        with torch.no_grad():
-            return model(tokens).logits
-
-    return logits
-
-
-@pytest.fixture
 def packed(source, load):
     return load(source, dtype=torch.bfloat16)
 
