@@ -91,7 +91,7 @@ def test_stacked_checkpoint_with_a_fault(sources, packed_folder, edit, change, m
             lambda t: (
                 [put(f"{PER_EXPERT}.{p}", lambda x: x[:32])(t) for p in ("weight_packed", "weight_scale")] and None
             ),
-            r"experts\.3\.down_proj\.weight_packed: packed bytes are \[32, 48\], the model's configuration makes them \[64",
+            r"experts\.3\.down_proj\.weight_packed: packed bytes are \[32, 48\], the model",
             id="one expert of another shape",
         ),
     ],
