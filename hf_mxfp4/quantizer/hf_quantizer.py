@@ -269,7 +269,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
         self._task, self._gguf, self.gguf_config = None, None, None
-        self._loading = []
+        self._loading, self._found = [], Found(None, [], {}, {})
 
     def _check_filled(self, model: Any, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
