@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 
 import hf_mxfp4
 from hf_mxfp4.cli import main
-from hf_mxfp4.convert import conversion, convert, shards, verify
+from hf_mxfp4.convert import conversion, convert, experts, shards, verify
 from hf_mxfp4.formats import nvfp4
 
 COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -733,3 +733,26 @@ def test_commands_tell_what_they_did(packed, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "the same: 30 matrices of experts" in captured.out
     assert "Comparing" in captured.err
+
+
+def test_what_no_conversion_made_is_left_alone(dense, tmp_path, capsys):
+    work = tmp_path / "target.partial"
+    work.mkdir()
+    (work / "precious.txt").write_text("mine")
+    assert main(["convert", str(dense("qwen3_moe")), str(tmp_path / "target"), "--to", "quark", "--from-dense"]) == 2
+    assert "target.partial is in the way" in capsys.readouterr().err
+    assert (work / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("files", [{"a": 5}, {"a": None}, {"a": ["b"]}])
+def test_an_index_of_no_names_is_refused_in_one_line(files, tmp_path, capsys):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "config.json").write_text("{}")
+    for command in (["inspect"], ["verify", str(tmp_path)], ["convert", "--to", "quark", str(tmp_path / "new")]):
+        assert main([command[0], str(tmp_path), *command[1:]]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid", "glm5_next", "qwen4_exp_text", "lara_mini"])
+def test_conversions_that_are_not_of_experts_are_no_names(model_type):
+    assert set(experts.names_of(model_type).spelled) <= {"gate_proj", "up_proj", "down_proj"}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
+from huggingface_hub.errors import StrictDataclassError
+
 from .. import __version__
 from . import bench, convert, demo, doctor, inspect, tune, verify
 
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with redirect_stdout(StringIO()) if silent else nullcontext():
             status: int = COMMANDS[options.command].run(options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, StrictDataclassError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         print(f"hf-mxfp4 {options.command}: {reason}", file=sys.stderr)
         return 2

@@ -118,6 +118,8 @@ def _to_folder(
     # With no new folder in its own, a conversion was killed after its last step.
     if not (journal.is_taken_up and target.is_dir() and not (work / _NEW).exists()):
         _refuse_existing(target)
+        if os.path.lexists(work) and not _is_ours(work):
+            raise FileExistsError(f"{work} is in the way, and no conversion made it; move or remove it")
         if not journal.is_taken_up:
             shutil.rmtree(work, ignore_errors=True)
         (work / _NEW).mkdir(parents=True, exist_ok=True)
@@ -129,6 +131,13 @@ def _to_folder(
     result = _conversion(source, target, (len(files), size), list(journal.done.values()))
     shutil.rmtree(work)
     return result
+
+
+def _is_ours(work: Path) -> bool:
+    """Whether a folder holds nothing but what a conversion that was stopped leaves."""
+    if work.is_symlink() or not work.is_dir():
+        return False
+    return all(entry.name == _NEW or entry.name.startswith(_JOURNAL) for entry in work.iterdir())
 
 
 def _refuse_existing(target: Path) -> None:

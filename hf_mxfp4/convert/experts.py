@@ -363,7 +363,7 @@ def names_of(model_type: str) -> Names:
             continue
         target = conversion._original_target_patterns[0].rpartition(".")[2]
         sources = [source for source in conversion._original_source_patterns if ".experts.*." in source]
-        if len(sources) != len(_PARTS.get(target, ())):
+        if target not in _PARTS or len(sources) != len(_PARTS[target]):
             continue
         for source, role in zip(sources, _PARTS[target], strict=True):
             theirs = source.rpartition(".experts.*.")[2].removesuffix(".weight")

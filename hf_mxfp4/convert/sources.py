@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..formats import CheckpointError, Dialect, Found, TensorInfo, fp8, is_activation_scale, is_expert, stacked
+from ..formats import CheckpointError, Dialect, Found, TensorInfo, fp8, is_activation_scale, is_expert, split, stacked
 from ..formats.checkpoint import Checkpoint
 from ..mxfp4 import MXFP4Tensor, ScaleRule, Ties
 from ..quantizer.config import MXFP4Config
@@ -175,6 +175,8 @@ def _others(
     layers: dict[str, tuple[str, ...]] = {name: row.siblings(name) for name, row in found.layers.items()}
     if not stays:
         layers |= {name: (name, scales) for name, scales in found.fp8.items()}
+    if dialect is not split.MLX:
+        layers |= {name: (name, *others) for name, others in found.affine.items()}
     used = used | {sibling for siblings in layers.values() for sibling in siblings}
     made: dict[str, Unit] = {}
     dense, dropped = [], []
@@ -214,10 +216,15 @@ def _decoded(checkpoint: Checkpoint, found: Found, name: str, siblings: tuple[st
     rows, columns = checkpoint.tensors[name].shape
     if row is not None:
         columns = (16 if row.is_lossy else 32) * checkpoint.tensors[siblings[1]].shape[-1]
+    if name in found.affine:
+        columns = 32 * columns // _affine_bits(checkpoint.quantization, name.removesuffix(".weight"))
 
     def make() -> Iterator[Piece]:
         tensors = [checkpoint.read(sibling) for sibling in siblings]
         try:
+            if name in found.affine:
+                yield Piece(weight, 0, split.decode_affine(tensors[0], tensors[1], tensors[2], columns).to(torch.bfloat16))
+                return
             if row is None:
                 side = checkpoint.quantization.get("weight_block_size")
                 block = tuple(side) if isinstance(side, list) and len(side) == 2 else None
@@ -230,6 +237,15 @@ def _decoded(checkpoint: Checkpoint, found: Found, name: str, siblings: tuple[st
         yield Piece(weight, 0, decoded.dequantize(torch.bfloat16) if is_packed else decoded.to(torch.bfloat16))
 
     return Unit({weight: TensorInfo("BF16", (rows, columns))}, make)
+
+
+def _affine_bits(config: Mapping[str, Any], layer: str) -> int:
+    """The bits of a layer in MLX's affine format, which its own entry in the config says, or the one for all."""
+    own = config.get(layer)
+    bits = (own if isinstance(own, Mapping) else config).get("bits")
+    if bits not in (2, 4, 8):
+        raise CheckpointError(f"the config says {bits!r} bits for {layer}; layers of 2, 4 and 8 bits are decoded")
+    return int(bits)
 
 
 def _copy_rest(source: Path, target: Path) -> None:

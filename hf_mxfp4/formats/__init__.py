@@ -20,6 +20,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -85,12 +86,14 @@ class Found(NamedTuple):
         experts: the names of their codes.
         layers: the dialect of each layer beside the experts that is packed, by the name of its codes.
         fp8: the name of the scales of each FP8 weight beside the experts, by its own.
+        affine: the names of the scales and biases of each layer in MLX's affine format, by that of its codes.
     """
 
     dialect: Dialect | None
     experts: list[str]
     layers: dict[str, Dialect]
     fp8: dict[str, str]
+    affine: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def named(name: str) -> Dialect | None:
@@ -151,8 +154,9 @@ def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None =
     layers: dict[str, Dialect] = {}
     owned: set[str] = set()
     known: dict[Any, Dialect | None] = {}
+    affine = _affine_layers(tensors)
     for name, info in tensors.items():
-        if not name.endswith(_CODES_ENDINGS):
+        if not name.endswith(_CODES_ENDINGS) or name in affine:
             continue
         if info.dtype in _FLOAT_DTYPES and name.endswith(("weight", "bias")):  # most tensors of a dense checkpoint
             continue
@@ -173,11 +177,12 @@ def detect(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any] | None =
     if len(set(layers.values())) > 1:
         examples = ", ".join(sorted({row.name for row in layers.values()}))
         raise CheckpointError(f"this checkpoint holds layers beside its experts in more than one layout: {examples}")
+    owned.update(affine, *affine.values())
     scaled = _fp8_layers(tensors)
     owned.update(scaled, scaled.values())
     rest = {name: info for name, info in tensors.items() if name not in owned}
     _check_the_rest(rest, next(iter(found), None), config or {})
-    return Found(next(iter(found), None), experts, layers, scaled)
+    return Found(next(iter(found), None), experts, layers, scaled, affine)
 
 
 def is_expert(name: str) -> bool:
@@ -309,6 +314,18 @@ def _codes_shape(row: Dialect, info: TensorInfo, scales: tuple[int, ...]) -> tup
     """The shape of codes for that of scales; codes that are stored as F4 count weights."""
     *lead, width = row.codes_shape(scales)
     return (*lead, 2 * width) if info.dtype == "F4" else (*lead, width)
+
+
+def _affine_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, str]]:
+    """The layers beside experts in MLX's affine format, and the names of their scales and biases."""
+    found = {}
+    for name, info in tensors.items():
+        if name.endswith(".biases") and info.dtype in _FLOAT_DTYPES and not is_expert(name):
+            base = name.removesuffix(".biases")
+            codes = tensors.get(f"{base}.weight")
+            if codes is not None and codes.dtype in _READ_AS["U32"] and f"{base}.scales" in tensors:
+                found[f"{base}.weight"] = (f"{base}.scales", name)
+    return found
 
 
 def _fp8_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

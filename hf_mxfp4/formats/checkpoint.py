@@ -138,8 +138,8 @@ def _files(path: Path) -> list[Path]:
         raise CheckpointError(f"{path} is no safetensors file; expected a folder of them, or one")
     if (path / INDEX).is_file():
         listed = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(listed, Mapping):
-            raise CheckpointError(f"{path / INDEX} has no weight_map")
+        if not isinstance(listed, Mapping) or not all(isinstance(file, str) for file in listed.values()):
+            raise CheckpointError(f"{path / INDEX} has no weight_map of names and files")
         return [path / name for name in dict.fromkeys(listed.values())]
     if (path / SINGLE).is_file():
         return [path / SINGLE]

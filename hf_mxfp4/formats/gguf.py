@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,6 +254,8 @@ def write(path: str | Path, architecture: str, metadata: Mapping[str, Any], entr
     """
     path, gguf, entries = Path(path), package(), list(entries)
     part = path.with_name(f"{path.name}.part")
+    if part.is_dir() or part.is_symlink():
+        raise FileExistsError(f"{part} is in the way; move or remove it")
     writer = gguf.GGUFWriter(None, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
@@ -266,9 +269,11 @@ def write(path: str | Path, architecture: str, metadata: Mapping[str, Any], entr
             writer.write_tensor_data(entry)
         writer.close()
         part.replace(path)
-    finally:
-        writer.close()
+    except BaseException:
+        with suppress(OSError):  # a full disk, of which the caller hears already
+            writer.close()
         part.unlink(missing_ok=True)
+        raise
 
 
 def package() -> Any:

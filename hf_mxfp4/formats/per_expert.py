@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..mxfp4 import BLOCK_SIZE, canonical
-from .base import Dialect
+from .base import CheckpointError, Dialect
 
 FORMAT = "mxfp4-pack-quantized"
 
@@ -45,9 +45,16 @@ def formats(config: Mapping[str, Any]) -> list[Any]:
 
 def is_ignored(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a compressed-tensors config leaves a linear layer out: by `ignore`, or because no group targets it."""
-    targets = [target for group in groups(config).values() for target in group.get("targets") or ()]
+    targets = [target for group in groups(config).values() for target in _list(group, "targets")]
     targeted = any(target == "Linear" or _matches(name, target) for target in targets)
-    return not targeted or any(_matches(name, pattern) for pattern in config.get("ignore") or ())
+    return not targeted or any(_matches(name, pattern) for pattern in _list(config, "ignore"))
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    found = config.get(key)
+    if found is not None and not isinstance(found, list):
+        raise CheckpointError(f"{key} of the checkpoint's config is {found!r}; expected a list")
+    return found or []
 
 
 def _matches(name: str, pattern: Any) -> bool:
@@ -55,7 +62,12 @@ def _matches(name: str, pattern: Any) -> bool:
     if not isinstance(pattern, str):
         return False
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
+        try:
+            return re.match(pattern.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise CheckpointError(
+                f"the checkpoint's config holds {pattern!r}, no regular expression: {error}"
+            ) from error
     return name == pattern
 
 

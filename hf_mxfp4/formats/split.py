@@ -4,7 +4,10 @@
           {owner}.switch_mlp.{proj}.scales   uint8 [E, N, K / 32]
 
 On a machine that stores the low byte first these words are the canonical bytes. Other layers of such a checkpoint are
-packed in the same way, as [N, K / 8].
+packed in the same way, as [N, K / 8], or, as routers often are, in MLX's affine format of b bits and groups of g:
+
+    {layer}.weight             uint32 [N, K * b / 32], the first value in the lowest bits
+    {layer}.scales, .biases    floating point [N, K / g]; a weight is value * scale + bias
 """
 
 from __future__ import annotations
@@ -34,6 +37,31 @@ def decode(codes: Tensor, scales: Tensor) -> MXFP4Tensor:
         ValueError: shapes that do not fit each other.
     """
     return canonical(codes.view(torch.uint8) if codes.dtype in (torch.uint32, torch.int32) else codes, scales)
+
+
+def decode_affine(codes: Tensor, scales: Tensor, biases: Tensor, columns: int) -> Tensor:
+    """The float32 weights of a layer in MLX's affine format.
+
+    Args:
+        codes: uint32 or int32 [N, K * b / 32].
+        scales: floating point [N, K / g].
+        biases: the same.
+        columns: K.
+
+    Raises:
+        ValueError: shapes that do not fit, or bits other than 2, 4 and 8.
+    """
+    bits = 32 * codes.shape[-1] / columns
+    if bits not in (2, 4, 8) or columns % scales.shape[-1] or scales.shape != biases.shape:
+        raise ValueError(
+            f"codes {list(codes.shape)}, scales {list(scales.shape)} and biases {list(biases.shape)} are no affine"
+            f" weights of {columns} columns in 2, 4 or 8 bits"
+        )
+    shifts = torch.arange(0, 8, int(bits), dtype=torch.uint8, device=codes.device)
+    values = (codes.view(torch.uint8)[..., None] >> shifts & (2 ** int(bits) - 1)).flatten(-2).float()
+    group = columns // scales.shape[-1]
+    scaled: Tensor = values * scales.float().repeat_interleave(group, -1)
+    return scaled + biases.float().repeat_interleave(group, -1)
 
 
 def words(blocks: Tensor) -> Tensor:

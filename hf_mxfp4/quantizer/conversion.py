@@ -105,6 +105,9 @@ class ExpertsConverter(TaskConverter):
         dialect = self.task.dialect
         if dialect is not None and not dialect.is_lossy and isinstance(module, MXFP4Experts):
             packed = self.task.pack(name, module, stacks)
+            held, room = packed.blocks.shape[0], _codes_shape(module, name)[0]
+            if held != room and held in _counts(module, name):  # a dense class has room for more than have weights
+                packed = mxfp4.MXFP4Tensor(packed.blocks[:room], packed.scales[:room])
             check_shape(packed.blocks, _codes_shape(module, name), f"{name}_blocks")
             return self._packed(module, name, packed, dtype_names(stacks))
         self._check_stacks(module, name, stacks)

@@ -131,6 +131,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
                 f"the checkpoint's experts are in {dialect.name}, which MXFP4 holds only with a loss; pass"
                 " MXFP4Config(requantize=True) to round them anew (packed_report states the error that this adds)"
             )
+        if any(info.dtype == "F4" for info in tensors.values()):
+            raise CheckpointError(
+                "the checkpoint stores codes as F4, of which Transformers' loader cannot read parts; `hf-mxfp4 convert`"
+                " makes a checkpoint of bytes of it"
+            )
+        if dialect is None and names_mxfp4(config._stored) and not tensors:
+            raise CheckpointError(
+                f"the checkpoint's config says {config.stored_method} with MXFP4 weights, which are read from"
+                " safetensors files only"
+            )
         if dialect is None and names_mxfp4(config._stored):
             raise CheckpointError(
                 f"the checkpoint's config says {config.stored_method} with MXFP4 weights, but its files hold no packed"
@@ -226,7 +236,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         if any(isinstance(module, PackedModule) for module, _ in task.targets.values()):
             wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
             dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
-            as_stored = not (self._found.layers or self._found.fp8)
+            as_stored = not (self._found.layers or self._found.fp8 or self._found.affine)
             self.quantization_config.write_as(dialect, self._dense_layers, as_stored=as_stored)
             self._write_mlx = dialect is split.MLX
         is_gguf = self._gguf is not None
@@ -363,7 +373,8 @@ def _planned_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _tell_of_decoded_layers(found: Found) -> None:
     """Logs how many layers beside the experts are of few bits in the checkpoint and will be dense in the model."""
     packed = next(iter(found.layers.values())).name if found.layers else ""
-    for names, what in ((found.layers, packed), (found.fp8, "FP8")):
+    kinds: tuple[tuple[Mapping[str, Any], str], ...] = ((found.layers, packed), (found.fp8, "FP8"))
+    for names, what in (*kinds, (found.affine, "MLX's affine format")):
         if names:
             logger.warning(
                 f"hf_mxfp4: {len(names)} layers beside the experts are stored as {what}, such as {next(iter(names))};"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from .. import ops
-from ..formats import CheckpointError, Found, fp8
+from ..formats import CheckpointError, Found, fp8, split
 from ..linear import MXFP4Linear
 from ..mxfp4 import BLOCK_SIZE, MXFP4Tensor
 from ..packed import dtype_names, shard_of
@@ -55,7 +55,7 @@ class LinearConverter(TaskConverter):
 class LayerConverter(TaskConverter):
     """Decodes layers beside the experts that the checkpoint holds in few bits: in MXFP4 as experts are, or in FP8."""
 
-    __slots__ = ("block", "dialect", "keys")
+    __slots__ = ("affine", "block", "dialect", "keys")
 
     def __init__(self, task: Task, found: Found, conversions: list[WeightTransform], block: Any = None) -> None:
         """For all such layers of a load.
@@ -68,12 +68,13 @@ class LayerConverter(TaskConverter):
         """
         endings = ("weight", *(rf"part{i}" for i in range(1, 4)))
         super().__init__([rf"\.{ending}\Z" for ending in endings], ".weight", [KeepStack()], task)
-        self.block = block
+        self.block, self.affine = block, bool(found.affine)
         self.dialect = next(iter(found.layers.values()), task.dialect)
         renamings = [copy.deepcopy(c) for c in conversions if isinstance(c, WeightRenaming)]
         self.keys: dict[str, tuple[str, int]] = {}
         weights = {name: (row.blocks, row.siblings(name)) for name, row in found.layers.items()}
         weights |= {name: (".weight", (name, scales)) for name, scales in found.fp8.items()}
+        weights |= {name: (".weight", (name, *others)) for name, others in found.affine.items()}
         if task.dialect is not None and task.dialect.layout == "per expert":  # a list of them that stays dense
             weights |= {name: (task.dialect.blocks, task.dialect.siblings(name)) for name in found.experts}
         for ending, names in weights.values():
@@ -102,7 +103,7 @@ class LayerConverter(TaskConverter):
         weight = model.get_parameter_or_buffer(layer_name)
         codes, *others = [self.collected_tensors[p][0] for p in self.source_patterns if p in self.collected_tensors]
         tensors = [read(codes)]
-        is_fp8 = tensors[0].dtype == torch.float8_e4m3fn
+        is_fp8, is_affine = tensors[0].dtype == torch.float8_e4m3fn, len(others) == 2 and self.affine
         parallel.check_decoded(weight, layer_name, self.block if is_fp8 else (1, BLOCK_SIZE))
         tensors += [read(other) for other in others]
         self.collected_tensors.clear()
@@ -110,6 +111,8 @@ class LayerConverter(TaskConverter):
         try:
             if is_fp8:
                 return {layer_name: fp8.decode(tensors[0], tensors[1], self.block).to(dtype)}
+            if is_affine and tensors[0].dtype in (torch.uint32, torch.int32):
+                return {layer_name: split.decode_affine(tensors[0], tensors[1], tensors[2], weight.shape[-1]).to(dtype)}
             assert self.dialect is not None
             decoded = self.dialect.decode(*tensors)
         except (TypeError, ValueError) as error:

@@ -6,12 +6,21 @@ sources, other targets, the same ops. Where a model has none, its experts go by 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
-from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, WeightTransform
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+from transformers.utils import logging
 
 from ..experts import MXFP4Experts
 from ..families import FLAT_SOURCES, INTERLEAVED, layout_of
@@ -23,6 +32,8 @@ from .linears import LayerConverter, LinearConverter
 from .rows import JoinRows
 from .saving import StackExperts, saving_conversions, saving_layers, saving_parts, saving_stacks
 from .task import FlatRows, KeepStack, Task, scoped_like
+
+logger = logging.get_logger(__name__)
 
 _PARTS = {"gate_up_proj": ["gate_proj", "up_proj"], "up_proj": ["up_proj"], "down_proj": ["down_proj"]}
 """The matrices of one expert that a projection is made of."""
@@ -65,10 +76,7 @@ def for_loading(
     # Sources end differently for packed and dense targets: the loader tells converters apart by their patterns.
     for names, suffix, anchor in ((packed, "_blocks", "$"), (dense, "", "(?:$)")):
         if dialect is None or dialect.layout == "per expert":
-            own = _conversions_of(names, conversions)
-            ours += [_per_expert(task, c, suffix, anchor) for c in own]
-            if dialect is not None:
-                ours += _usual_names(task, names - _filled_by(own, names), suffix, anchor)
+            ours += _one_by_one(task, names, conversions, suffix, anchor)
         if is_gguf or (dialect is not None and dialect.layout == "split"):
             ours += _split(task, names, suffix, anchor)
         if dialect is None or dialect.layout == "stacked":
@@ -77,7 +85,7 @@ def for_loading(
         ours += _flat(task)
     elif dialect is stacked.GPT_OSS_ORIGINAL:
         ours += original_gpt_oss.conversions()
-    if found.layers or found.fp8 or found.experts:
+    if found.layers or found.fp8 or found.affine or found.experts:
         ours.append(LayerConverter(task, found, conversions, block))
     if is_gguf or dialect is not None:
         ours += _biases(task, packed | dense, dialect or gguf.MXFP4)
@@ -108,9 +116,29 @@ def for_saving(task: Task, conversions: list[WeightTransform], wanted: Wanted) -
     else:
         for leaf in _leaves(names):
             saved += saving_parts(leaf, _PARTS[leaf.rpartition(".")[2]], dialect, _takes_turns(task))
+        _check_names(saved, conversions, dialect)
+    if dialect is stacked.VLLM or (dialect.layout == "per expert" and not has_names):
+        logger.warning(
+            f"hf_mxfp4: Transformers without hf_mxfp4 does not find the experts of a {wanted.model_type} that is saved"
+            f" as {dialect.name}, and makes up random ones"
+        )
     if dialect.layout != "stacked" or dialect is stacked.VLLM:
         saved += _biases(task, names, dialect, saving=True)
     return dialect, saved
+
+
+def _check_names(saved: list[WeightTransform], conversions: list[WeightTransform], dialect: Dialect) -> None:
+    """Raises ValueError if the model's own renamings would change the names that a dialect has for matrices."""
+    renamings = [copy.deepcopy(c).reverse_transform() for c in conversions if isinstance(c, WeightRenaming)]
+    for pattern in (pattern for conversion in saved for pattern in conversion._original_source_patterns):
+        wanted = pattern.replace("*", "0")
+        name = f"model.layers.0.mlp.{wanted}"
+        for renaming in reversed(renamings):
+            name, _ = renaming.rename_source_key(name)
+        if not name.endswith(wanted):
+            raise ValueError(
+                f"save_format={dialect.name!r} has {wanted}, which this model's own names make {name}; use 'hf_mxfp4'"
+            )
 
 
 def _dialect(wanted: Wanted, has_names: bool, has_linears: bool) -> Dialect:
@@ -150,6 +178,19 @@ def _per_expert(task: Task, original: WeightConverter, suffix: str, anchor: str)
     targets = list(original._original_target_patterns)
     anchored = [source + anchor for source in sources]
     return scoped_like(original, ExpertsConverter(anchored, targets[0] + suffix, operations, targets, task))
+
+
+def _one_by_one(
+    task: Task, names: set[str], conversions: list[WeightTransform], suffix: str, anchor: str
+) -> list[WeightTransform]:
+    """Conversions of a tensor an expert, by the model's own names or the usual ones."""
+    own = _conversions_of(names, conversions)
+    if task.dialect is None:
+        return [_per_expert(task, c, suffix, anchor) for c in own]
+    # The file has one tensor an expert, whatever the model's own files have.
+    own = [c for c in own if any("*" in pattern for pattern in c._original_source_patterns)]
+    made: list[WeightTransform] = [_per_expert(task, c, suffix, anchor) for c in own]
+    return made + _usual_names(task, names - _filled_by(own, names), suffix, anchor)
 
 
 def _usual_names(task: Task, names: set[str], suffix: str, anchor: str) -> list[WeightTransform]:

@@ -106,9 +106,15 @@ def _ours(config: Any, asked: Any) -> MXFP4Config | None:
     stored = _described(config)
     if asked is not None:
         return asked if stored is None else asked.loading(stored)
-    if is_marked(stored) or (_takeover.enabled and names_mxfp4(stored)):
+    if is_marked(stored) or (_takeover.enabled and names_mxfp4(stored) and _has_experts(config)):
         return MXFP4Config.from_stored(stored)  # type: ignore[arg-type]  # a mapping, as both have found
     return None
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether a model's config speaks of experts. One that does not is of a dense model, which stays stock's."""
+    parts = [part.to_dict() for part in (config, config.get_text_config(decoder=True))]
+    return any("expert" in str({**part, "quantization_config": None, "text_config": None}) for part in parts)
 
 
 def _holds_mxfp4(config: Any, gguf_file: str | None) -> bool:

@@ -8,7 +8,7 @@ import layouts
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3VLMoeTextConfig, Qwen3VLMoeTextModel
 
 import hf_mxfp4
 
@@ -249,3 +249,52 @@ def test_fused_files_have_what_vllm_registers(family, sources, load, tmp_path):
         assert {name: tuple(t.shape) for name, t in found.items()} == expected
         assert all(t.dtype == torch.uint8 for name, t in found.items() if "bias" not in name)
     assert config["quantization_config"]["quant_method"] == "mxfp4"
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "quark", "deepseek-v4", "ling", "mlx", "hf_mxfp4"])
+def test_stacks_that_a_models_own_files_have_turned_are_saved_and_read(dialect, write, load, tmp_path, reads):
+    """Qwen3-VL-MoE's own conversion turns stacks, and has none for single experts."""
+    config = Qwen3VLMoeTextConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64,
+        moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, intermediate_size=96,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    dense = Qwen3VLMoeTextModel(config).to(torch.bfloat16)
+    dense.save_pretrained(tmp_path / "dense")
+    options = {"dtype": torch.float32, "quantization_config": hf_mxfp4.MXFP4Config(save_format=dialect)}
+    model = Qwen3VLMoeTextModel.from_pretrained(tmp_path / "dense", **options)
+    hf_mxfp4.assert_packed(model)
+    model.save_pretrained(tmp_path / "saved")
+    with reads(dialect):
+        again = Qwen3VLMoeTextModel.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    hf_mxfp4.assert_packed(again)
+    assert packed_bytes(again).keys() == packed_bytes(model).keys()
+    assert all(torch.equal(value, packed_bytes(again)[name]) for name, value in packed_bytes(model).items())
+
+
+def test_dense_models_stay_stocks_after_enable(tmp_path):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    tensors = model.state_dict()
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        codes, scales = hf_mxfp4.quantize(tensors.pop(name))
+        base = name.removesuffix(".weight")
+        tensors |= {f"{base}.weight_packed": codes, f"{base}.weight_scale": scales}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "format": "mxfp4-pack-quantized", "weights": weights}
+    stored = {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+    }
+    stored |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": stored}))
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    with hf_mxfp4.enable():
+        got = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    assert torch.equal(got, expected)

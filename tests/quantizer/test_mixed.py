@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config
 from transformers.quantizers.base import HfQuantizer
 
 import hf_mxfp4
+from hf_mxfp4.convert import convert
 from hf_mxfp4.formats import fp8
 
 TOKENS = torch.arange(3, 19)[None]
@@ -265,6 +266,41 @@ def test_mlx_with_attention_embeddings_and_head_packed(way, sources, tmp_path, d
     assert len(expected) == 10
     for name, values in expected.items():
         assert torch.equal(model.get_parameter(name), values), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_mlx_with_routers_in_its_affine_format(bits, way, sources, tmp_path):
+    """As MLX quantizes routers beside MXFP4 experts: value * scale + bias, the first value in the lowest bits."""
+    expected, rng = {}, np.random.default_rng(0)
+
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith("mlp.gate.weight")]:
+            rows, columns = tensors[name].shape
+            values = rng.integers(2**bits, size=(rows, columns), dtype=np.uint32)
+            scales, biases = (rng.normal(size=(rows, columns // 32)).astype(np.float32) for _ in range(2))
+            words = np.zeros((rows, columns * bits // 32), np.uint32)
+            for column in range(columns):
+                words[:, column * bits // 32] |= values[:, column] << (column * bits % 32)
+            base = name.removesuffix("weight")
+            tensors |= {name: torch.from_numpy(words)}
+            tensors |= {base + "scales": torch.from_numpy(scales), base + "biases": torch.from_numpy(biases)}
+            expected[name] = torch.from_numpy(values * np.repeat(scales, 32, 1) + np.repeat(biases, 32, 1))
+
+    folder = layouts.lay_out("mlx", sources["qwen3_moe"], tmp_path / "mixed", change)
+    config = config_of(folder)
+    gates = {name.removesuffix(".weight"): {"group_size": 32, "bits": bits} for name in expected}
+    config["quantization"] |= gates
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    model = load(folder, way)
+    hf_mxfp4.assert_packed(model)
+    assert len(expected) == 2
+    for name, values in expected.items():
+        assert torch.allclose(model.get_parameter(name), values.float(), rtol=1e-6, atol=1e-6), name
+    convert(folder, tmp_path / "other", "quark", progress=False)
+    same_experts(load(tmp_path / "other", way), model)
+    for name, values in expected.items():
+        assert torch.equal(load_file(tmp_path / "other" / "model.safetensors")[name], values.bfloat16()), name
 
 
 @pytest.mark.parametrize("dialect", ["mlx", "compressed-tensors"])
