@@ -223,7 +223,9 @@ def _decoded(checkpoint: Checkpoint, found: Found, name: str, siblings: tuple[st
         tensors = [checkpoint.read(sibling) for sibling in siblings]
         try:
             if name in found.affine:
-                yield Piece(weight, 0, split.decode_affine(tensors[0], tensors[1], tensors[2], columns).to(torch.bfloat16))
+                yield Piece(
+                    weight, 0, split.decode_affine(tensors[0], tensors[1], tensors[2], columns).to(torch.bfloat16)
+                )
                 return
             if row is None:
                 side = checkpoint.quantization.get("weight_block_size")
