@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.quantizers.base import HfQuantizer
 
 import hf_mxfp4
 from hf_mxfp4.cli import main
@@ -131,6 +132,8 @@ def test_dense_experts_become_what_a_load_and_a_save_make_of_them(family, dialec
 @pytest.mark.parametrize(("family", "dialect"), [(f, d) for f in FAMILIES for d in DIALECTS[f]])
 def test_converted_folder_loads_packed_with_equal_logits(family, dialect, dense, tmp_path):
     convert(dense(family), tmp_path / "converted", dialect, from_dense=True, progress=False)
+    if dialect == "deepseek-v4" and not hasattr(HfQuantizer, "get_new_dtype"):
+        pytest.skip("Transformers before 5.21 casts its scales; the load is refused")
     config = hf_mxfp4.MXFP4Config()
     quantized = AutoModelForCausalLM.from_pretrained(dense(family), dtype=torch.float32, quantization_config=config)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=torch.float32)  # by its marker
