@@ -3,9 +3,10 @@
     pip install -c constraints.txt -e '.[test,ecosystem]'
     python benchmarks/ecosystem.py [--sides hf_mxfp4 ...] [--rows pickle ...] [--timeout 120] [--verbose]
 
-Prints a Markdown table. Every cell is a process of its own: "yes" where the thing was done and its result is that of
-the same model without it; "yes, experts at 16 bits" where it was done, but with experts that are not in 4 bits; "no"
-and the error's first words where it was not. A side whose package is missing says "not installed".
+Prints a Markdown table. Every cell is a process of its own: "yes" where the thing was done and, if it should change no
+result, the result is that of the same model without it (generation, pipelines, quantizing on load and GGUF only have to
+run); "yes, experts at 16 bits" where it was done, but with experts that are not in 4 bits; "no" and the error's first
+words where it was not. A side whose package is missing says "not installed".
 
 The model is the package's small Qwen3-MoE; stock mxfp4, which knows no other model, has a random gpt-oss, dense and in
 MXFP4. For plans of several processes all sides have random models of four heads. torch.compile has the backend
@@ -20,7 +21,9 @@ Each side has the setting in which most of it works on a CPU:
   weights are laid out anew for the CPU by the first forward, after which PEFT merges wrongly; before it, rightly.
 - torchao int4: `PrototypeInt4WeightOnlyConfig` on linear layers; `Int4WeightOnlyConfig` has no CPU code, and neither
   takes experts. torchao int8: `Int8WeightOnlyConfig` on linear layers and, by `FqnToConfig`, on experts, run with
-  `experts_implementation="eager"`.
+  `experts_implementation="eager"`, without which they do not run and with which no MoE compiles in one graph.
+
+GGUF files are those that this package writes.
 
 Run with torch 2.13.0, Transformers 5.24.0, accelerate 1.15.0, peft 0.21.2, bitsandbytes 0.50.2, torchao 0.18.0.
 """

@@ -20,7 +20,6 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -93,7 +92,7 @@ class Found(NamedTuple):
     experts: list[str]
     layers: dict[str, Dialect]
     fp8: dict[str, str]
-    affine: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    affine: dict[str, tuple[str, str]]
 
 
 def named(name: str) -> Dialect | None:

@@ -475,4 +475,4 @@ def detect(header: GGUFHeader) -> Found:
     if len(found) > 1:
         examples = ", ".join(f"{name} ({kind})" for kind, name in found.items())
         raise CheckpointError(f"{header.path} holds experts in more than one type: {examples}")
-    return Found(ROWS.get(next(iter(found), "")), [], {}, {})
+    return Found(ROWS.get(next(iter(found), "")), [], {}, {}, {})

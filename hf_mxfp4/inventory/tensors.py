@@ -203,7 +203,7 @@ def inventory(source: Source) -> Inventory:
     try:
         found = source.detect()
     except FormatError as error:  # what it holds can be said all the same
-        found, refusal = Found(None, [], {}, {}), str(error)
+        found, refusal = Found(None, [], {}, {}, {}), str(error)
     alike = _alike(source.tensors, _roles(found))
     return _inventory(source, source.config, alike, _stored_bytes, found.dialect, refusal=refusal)
 

@@ -69,7 +69,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._left_dense = self._write_mlx = False
         self._dense_layers: list[str] = []
         self._dtypes: dict[str, torch.dtype] = {}
-        self._found = Found(None, [], {}, {})
+        self._found = Found(None, [], {}, {}, {})
         self._device_map: dict[str, Any] = {}
         self._gguf: layout.GGUFHeader | None = None
         self.gguf_config: Any = None
@@ -279,7 +279,7 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             choice = packed.backend_choice("cpu" if device == "meta" else device)
             logger.info(f"hf_mxfp4: packed experts run on {choice.name} ({choice.reason})")
         self._task, self._gguf, self.gguf_config = None, None, None
-        self._loading, self._found = [], Found(None, [], {}, {})
+        self._loading, self._found = [], Found(None, [], {}, {}, {})
 
     def _check_filled(self, model: Any, task: Task) -> None:
         """Raises unless every parameter of the experts came from the checkpoint."""
