@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.core_model_loading import WeightTransform
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from ..experts import find_experts
@@ -30,6 +31,11 @@ from ..formats import CheckpointError
 from ..formats import gguf as layout
 from ..formats.gguf import Entry, GGUFHeader, GGUFTensor
 from ..mxfp4 import MXFP4Tensor
+
+try:
+    from transformers.integrations.gguf import utils as _newer
+except ImportError:  # before 5.2x
+    _newer = None
 
 _COMMON = {
     "context_length": "max_position_embeddings",
@@ -161,12 +167,7 @@ def state_dict(header: GGUFHeader, model: nn.Module) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: as for `names`, and an expert tensor of a type that cannot be loaded.
     """
-    processor, held = _processor(model, header), model.state_dict()
-    mapping = _names(model, header, processor)
-    found = {}
-    for name, target in mapping.items():
-        make = _reader(header.tensors[name], name, processor, held[target].dtype)
-        found[target] = LazyTensor(tuple(held[target].shape), held[target].dtype, make)
+    found = _beside_newer(header) if is_newer(header) else _beside(header, model)
     modules = expert_modules(model)
     for name, tensor in header.tensors.items():
         if match := _EXPERTS.fullmatch(name):
@@ -178,6 +179,44 @@ def state_dict(header: GGUFHeader, model: nn.Module) -> dict[str, LazyTensor]:
                 for suffix, lazy in _expert_tensors(name, part, kind, has_scale).items():
                     found[f"{modules[layer]}.{proj}_proj{suffix}"] = lazy
     return found
+
+
+def _beside(header: GGUFHeader, model: nn.Module) -> dict[str, LazyTensor]:
+    """The tensors beside the experts, by the names of a model's parameters."""
+    processor, held = _processor(model, header), model.state_dict()
+    found = {}
+    for name, target in _names(model, header, processor).items():
+        make = _reader(header.tensors[name], name, processor, held[target].dtype)
+        found[target] = LazyTensor(tuple(held[target].shape), held[target].dtype, make)
+    return found
+
+
+def is_newer(header: GGUFHeader) -> bool:
+    """Whether Transformers reads the architecture by conversions of its loader: it has them for Qwen3.5."""
+    return _newer is not None and _newer.is_gguf_arch_supported(header.architecture)
+
+
+def _beside_newer(header: GGUFHeader) -> dict[str, LazyTensor]:
+    """The tensors beside the experts in float32, by their own names, which `newer_conversions` know."""
+
+    def reader(name: str, tensor: GGUFTensor) -> Callable[[], Tensor]:
+        return lambda: torch.from_numpy(layout.dequantize(name, tensor)).view(tensor.shape)
+
+    return {
+        name: LazyTensor(tensor.shape, torch.float32, reader(name, tensor))
+        for name, tensor in header.tensors.items()
+        if not _EXPERTS.fullmatch(name)
+    }
+
+
+def newer_conversions(header: GGUFHeader, config: Any, dtype: torch.dtype) -> list[WeightTransform]:
+    """Transformers' own conversions of the tensors beside the experts; none for architectures that have none."""
+    if not is_newer(header):
+        return []
+    beside = {name: 0 for name in header.tensors if not _EXPERTS.fullmatch(name)}
+    mapping = _newer.get_gguf_conversion_mapping(header.architecture, config)
+    made: list[WeightTransform] = _newer.add_gguf_load_ops(mapping, {}, SimpleNamespace(ggml_types=beside), dtype)
+    return made
 
 
 def config_dict(header: GGUFHeader) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         self._task: Task | None = None
         self._loading: list[WeightTransform] = []
         self._saving: list[WeightTransform] = []
-        self._model_type = ""
+        self._config: Any = None
+        self._dtype = torch.float32
         self._left_dense = self._write_mlx = False
         self._dense_layers: list[str] = []
         self._dtypes: dict[str, torch.dtype] = {}
@@ -99,8 +100,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
             flat = {name: module for name, module in experts.items() if _is_flat(module)}
             converted = flat if dialect is not None else {}
         self._refuse_kernels(model, converted, use_kernels)
-        self._dtypes = {} if _READS_STORED_DTYPES else _planned_dtypes(model, kwargs.get("dtype") or model.dtype)
-        self._model_type = model.config.model_type
+        self._config, self._dtype = model.config, kwargs.get("dtype") or model.dtype
+        self._dtypes = {} if _READS_STORED_DTYPES else _planned_dtypes(model, self._dtype)
         self._left_dense = len(converted) < len(experts)
         self._dense_layers = [
             name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in converted
@@ -234,14 +235,16 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
         task = self._task
         assert task is not None
         if any(isinstance(module, PackedModule) for module, _ in task.targets.values()):
-            wanted = plan.Wanted(self.quantization_config.save_format, self._model_type, self._left_dense)
+            wanted = plan.Wanted(self.quantization_config.save_format, self._config.model_type, self._left_dense)
             dialect, self._saving = plan.for_saving(task, weight_conversions, wanted)
             as_stored = not (self._found.layers or self._found.fp8 or self._found.affine)
             self.quantization_config.write_as(dialect, self._dense_layers, as_stored=as_stored)
             self._write_mlx = dialect is split.MLX
-        is_gguf = self._gguf is not None
-        self._loading = plan.for_loading(task, self._found, weight_conversions, self._block(), is_gguf)
-        return self._loading + list(weight_conversions)
+        own = list(weight_conversions)
+        self._loading = plan.for_loading(task, self._found, own, self._block(), self._gguf is not None)
+        if self._gguf is not None and (newer := gguf.newer_conversions(self._gguf, self._config, self._dtype)):
+            self._loading, own = self._loading + newer, []  # the model's own are for other files
+        return self._loading + own
 
     def _block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale in FP8 layers, where the checkpoint's config says so."""
@@ -306,7 +309,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
     def read_header(self, gguf_file: str) -> None:
         """Reads what a GGUF file says of itself. Called by Transformers before it makes the model."""
         self._gguf = layout.read_header(gguf_file)
-        gguf.fix_config(self.gguf_config, self._gguf)
+        if not gguf.is_newer(self._gguf):
+            gguf.fix_config(self.gguf_config, self._gguf)
 
     def get_state_dict(self, gguf_file: str, model: Any) -> dict[str, gguf.LazyTensor]:
         """The tensors of a GGUF file by the names of the model's parameters, experts as they are."""
@@ -319,7 +323,8 @@ class MXFP4HfQuantizer(HfQuantizer):  # type: ignore[misc]  # Transformers has n
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Packed bytes and scale bytes are read as they are: a cast of float8_e8m0fnu would be one of values."""
-        return None if _loads_packed(converter) else super().get_new_dtype(converter, param, dtype)
+        as_stored = _loads_packed(converter) or (self._gguf is not None and gguf.is_newer(self._gguf))
+        return None if as_stored else super().get_new_dtype(converter, param, dtype)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         """Bytes an element, for device maps: one for packed parameters, whatever stands in for them on meta."""

@@ -604,3 +604,91 @@ def test_experts_in_two_types_are_refused(tmp_path):
     write_typed(tmp_path / "m.gguf", model, "blk.1.ffn_up_exps.weight", "Q4_K")
     with pytest.raises(CheckpointError, match=r"experts in more than one type: .*\(MXFP4\).*\(Q4_K\)"):
         load(tmp_path, quantization_config=hf_mxfp4.MXFP4Config(requantize=True))
+
+
+def write_qwen35(path, config, kind):
+    """A file of Qwen3.5-MoE with random tensors under llama.cpp's names; its experts in a type."""
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.norm": "ssm_norm",
+        "linear_attn.conv1d": "ssm_conv1d", "linear_attn.out_proj": "ssm_out", "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt.bias", "mlp.gate": "ffn_gate_inp",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    generator, entries = torch.Generator().manual_seed(0), []
+    for name, value in model.state_dict().items():
+        stem, shape = name.removesuffix(".weight"), tuple(value.shape)
+        block = re.sub(r"^model\.layers\.(\d+)\.", r"blk.\1.", stem)
+        if stem.endswith("experts.gate_up_proj"):
+            parts = [
+                ("ffn_gate_exps", (shape[0], shape[1] // 2, shape[2])),
+                ("ffn_up_exps", (shape[0], shape[1] // 2, shape[2])),
+            ]
+            stem = "mlp.experts.gate_up_proj"
+        elif stem.endswith("experts.down_proj"):
+            parts, stem = [("ffn_down_exps", shape)], "mlp.experts.down_proj"
+        else:
+            stem = block.split(".", 2)[2] if block.startswith("blk.") else stem
+            parts = [(names[stem], tuple(side for side in shape if side > 1))]
+        for theirs, size in parts:
+            drawn = torch.randn(size, generator=generator) * 0.1
+            drawn = -drawn.abs() - 0.1 if theirs == "ssm_a" else drawn
+            full = f"{block.removesuffix(stem)}{theirs}" if block.startswith("blk.") else theirs
+            full += "" if theirs in ("ssm_a", "ssm_dt.bias") else ".weight"
+            if theirs.endswith("_exps"):
+                packed = hf_mxfp4.quantize(drawn)
+                value = packed if kind == "MXFP4" else packed.dequantize()
+                entries.append(Entry(full, kind, size, lambda value=value: value))
+            else:
+                entries.append(Entry(full, "F32", size, lambda drawn=drawn: drawn))
+    metadata = {
+        "context_length": 512, "embedding_length": 64, "block_count": 2, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 32, "attention.layer_norm_rms_epsilon": 1e-6,
+        "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2,
+        "ssm.time_step_rank": 4, "ssm.inner_size": 64, "rope.freq_base": 1e4, "rope.dimension_sections": [2, 2, 2, 0],
+        "rope.dimension_count": 16, "expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 64,
+        "expert_count": 4, "expert_used_count": 2,
+    }  # fmt: skip
+    metadata = {f"qwen35moe.{key}": value for key, value in metadata.items()}
+    metadata["tokenizer.ggml.tokens"] = [str(i) for i in range(96)]
+    layout.write(path, "qwen35moe", metadata, entries)
+
+
+@pytest.mark.parametrize("way", ["config", "enabled"])
+def test_what_transformers_reads_by_conversions_of_its_loader(way, tmp_path):
+    pytest.importorskip("transformers.integrations.gguf.utils")
+    config = AutoConfig.for_model(
+        "qwen3_5_moe_text", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=96, moe_intermediate_size=96, shared_expert_intermediate_size=64, num_experts=4,
+        num_experts_per_tok=2, full_attention_interval=2, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    write_qwen35(tmp_path / "dense.gguf", config, "F32")
+    write_qwen35(tmp_path / "m.gguf", config, "MXFP4")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="dense.gguf", dtype=torch.float32)
+    options = {"quantization_config": hf_mxfp4.MXFP4Config()} if way == "config" else {}
+    with hf_mxfp4.enable():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32, **options)
+    hf_mxfp4.assert_packed(model)
+    assert {row.source for row in hf_mxfp4.packed_report(model).rows} == {"gguf"}
+    expected = stock.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, MXFP4Experts):
+            for proj in module.projection_names:
+                assert torch.equal(module.packed(proj).dequantize(), expected.pop(f"{name}.{proj}"))
+    for name, value in expected.items():
+        assert torch.equal(model.get_parameter_or_buffer(name), value), name
+    tokens = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, stock(tokens).logits, atol=1e-4)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
