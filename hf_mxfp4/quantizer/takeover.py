@@ -113,8 +113,13 @@ def _ours(config: Any, asked: Any) -> MXFP4Config | None:
 
 def _has_experts(config: Any) -> bool:
     """Whether a model's config speaks of experts. One that does not is of a dense model, which stays stock's."""
-    parts = [part.to_dict() for part in (config, config.get_text_config(decoder=True))]
-    return any("expert" in str({**part, "quantization_config": None, "text_config": None}) for part in parts)
+    described = {**config.to_dict(), "quantization_config": None}
+    text = described.get("text_config")
+    if isinstance(text, dict):
+        described["text_config"] = {**text, "quantization_config": None}
+    # A class's own values are not in the dictionary; every config has one for how experts are computed.
+    names = {name for part in (config, config.get_text_config(decoder=True)) for name in dir(part)}
+    return "expert" in str(described) or any("expert" in n and "implementation" not in n for n in names)
 
 
 def _holds_mxfp4(config: Any, gguf_file: str | None) -> bool:
